@@ -289,15 +289,6 @@ def test_own_text_counts_in_the_tokens_of_a_step_and_in_sequences_that_the_text_
     assert load(path, f'--dataset={tmp_path}/s').block_size == last
 
 
-def test_own_text_takes_fewer_steps_where_the_vocabulary_makes_the_least_model_large(tmp_path):
-    for split in ('train', 'val'):
-        (tmp_path / f'{split}.bin').write_bytes(bytes(2000))  # a folder of nanoGPT's: GPT-2 tokens
-    path = ROOT / 'config' / 'own_text.py'
-    large, small = (load(path, '--minutes=0.1', '--device=cpu', f'--dataset={name}')
-                    for name in (tmp_path, tmp_path / 'absent'))
-    assert large.n_embd == small.n_embd == 128 and 4 * large.max_iters < small.max_iters
-
-
 def test_all_problems_are_reported_at_once(tmp_path):
     a = write(tmp_path / 'a.py', 'bach_size = 3\nn_layer = 1.5\n')
     with pytest.raises(UserError) as error:

@@ -64,15 +64,6 @@ def test_an_interrupted_run_is_reported_where_it_stands(tiny, tmp_path, monkeypa
     assert 'out: iteration 48, ' in (tmp_path / 'out/report.md').read_text()
 
 
-def test_patience_ends_a_run_that_gets_no_better_and_survives_a_resume(tiny, tmp_path, no_picture):
-    still = [*tiny, '--learning_rate=0.0', '--min_lr=0.0', '--eval_interval=2', '--max_iters=20',
-             '--lr_decay_iters=20', '--weight_decay=0.0', '--patience=3']
-    train.main([*still, '--max_iters=4'])
-    train.main([*still, '--init_from=resume', '--report=True'])
-    assert [line['iter'] for line in lines(tmp_path / 'out', 'val_loss')] == [0, 2, 4, 6]
-    assert '; patience=3: 3 evaluations' in (tmp_path / 'out/report.md').read_text()
-
-
 def test_a_run_that_gave_up_says_so(tiny, tmp_path, capsys, monkeypatch, no_picture):
     monkeypatch.setattr(step_guard, 'MAX_BAD_STEPS', 2)
     assert 'not finite' in fails(capsys, monkeypatch, train.main, *tiny, '--learning_rate=1e9',
@@ -125,10 +116,6 @@ def test_a_run_is_one_picture_of_losses_and_what_else_was_logged(drawn):
     assert set(band.get_paths()[0].vertices.T[0]) == {230, 460}
     drawn_lines = {axes.get_title(): len(axes.lines) for axes in others}
     assert drawn_lines['learning rate'] == 1 and drawn_lines['update / weight of blocks'] == 2
-
-
-def test_the_first_rows_of_runs_are_drawn(drawn):
-    assert drawn([('out', run([4.0]))]) and drawn([('out', run([4.0])), ('other', [])])
 
 
 def test_runs_are_compared_by_their_tokens_and_runs_of_one_name_have_one_colour(drawn):

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from foreign_models import opened, save_model, save_tokenizer
-from helpers import ROOT, ask, fails, launch, lines, options
+from helpers import ROOT, ask, launch, lines, options
 
 import export
 import plaingpt
@@ -128,12 +128,3 @@ def test_a_base_without_known_control_tokens_gets_ours(tmp_path, monkeypatch):
     messages = questions(1)[0]
     assert theirs.apply_chat_template(messages, return_dict=True)['input_ids'] \
         == ours.encode_conversation(messages)[0].tolist()
-
-
-def test_data_of_another_tokenizer_is_refused_before_training(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    make_base(tmp_path, 'smollm2')
-    prepare_questions(60)
-    save_tokenizer(tmp_path / 'base', 'smollm2', ['other words '] * 9)
-    line = fails(capsys, monkeypatch, train.main, *RECIPE)
-    assert 'another tokenizer' in line and '--tokenizer=base' in line

@@ -1,13 +1,12 @@
 """What a plan says a step takes is what torch's memory tracker counts of the whole step."""
 
-import re
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, fails, in_the_loop
+from helpers import fails, in_the_loop
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -58,10 +57,8 @@ def assert_predicted(shape, config, *where):
 
 @pytest.mark.parametrize(('shape', 'device', 'dtype', 'config'), [
     ({'dropout': 0.2}, 'cuda', 'float32', {'batch_size': 16, 'micro_steps': 4}),
-    ({'bias': True, 'vocab_size': 5000}, 'cpu', 'bfloat16', {'micro_steps': 2, 'optimizer': 'sgd'}),
     ({'vocab_size': 5000, 'tied_head': False, **NEWER}, 'cpu', 'bfloat16',
-     {'optimizer': 'muon', 'activation_checkpointing': 'selective'}),
-    ({'n_layer': 3}, 'cuda', 'float16', {'activation_checkpointing': 'full', 'batch_size': 1})])
+     {'optimizer': 'muon', 'activation_checkpointing': 'selective'})])
 def test_a_step_is_predicted(shape, device, dtype, config):
     shape = replace(CHARACTERS, **shape)
     assert_predicted(shape, settings(shape, **config), dtype, device)
@@ -82,14 +79,6 @@ def test_a_step_of_any_shape_is_predicted(shape):
             ('cuda', 0.0, 'bfloat16', {'activation_checkpointing': 'full'})):
         of = replace(CHARACTERS, **{'n_layer': 6, 'dropout': dropout, **shape})
         assert_predicted(of, settings(of, **{'batch_size': 16, **step}), dtype, device)
-
-
-def test_layers_with_dropout_are_recomputed_by_the_kernels_of_their_forward_pass():
-    shape = GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=32, vocab_size=99, dropout=0.2)
-    none, selective, full = (
-        predict(shape, settings(shape, 1, activation_checkpointing=kind), 'bfloat16', 'cuda')
-        .totals['forward'] for kind in ('none', 'selective', 'full'))
-    assert none > selective > full
 
 
 class WithMemory(GPT):
@@ -139,10 +128,10 @@ def test_the_largest_batch_that_divides_the_step_fits_and_the_next_does_not():
 
 @pytest.mark.parametrize(
     ('shape', 'processes', 'micro_steps', 'dtype', 'checkpointing'),
-    [(SMALL, 8, 1, 'bfloat16', 'none'), (UNTIED, 2, 2, 'float32', 'full'), *(
+    [(UNTIED, 2, 2, 'float32', 'full'), *(
         pytest.param(shape, *case, marks=pytest.mark.slow) for shape in (SMALL, UNTIED)
-        for case in [(3, 2, 'bfloat16', 'selective'), (8, 1, 'float32', 'none'),
-                     (2, 1, 'bfloat16', 'full')])])
+        for case in [(3, 2, 'bfloat16', 'selective'), (8, 1, 'bfloat16', 'none'),
+                     (8, 1, 'float32', 'none'), (2, 1, 'bfloat16', 'full')])])
 def test_a_sharded_step_is_planned_close_to_what_fsdp2_takes(
         shape, processes, micro_steps, dtype, checkpointing, monkeypatch):
     config = settings(shape, 8, micro_steps, processes, parallel='fsdp',
@@ -172,9 +161,10 @@ def test_a_sharded_step_is_planned_close_to_what_fsdp2_takes(
 
 
 def test_what_is_kept_divides_by_the_processes_and_more_of_them_never_take_more():
+    processes = 1, 2, 3, 8
     plans = [predict(SMALL, settings(SMALL, 8, 4, n, parallel='fsdp', report=True), 'bfloat16',
-                     'cuda') for n in range(1, 9)]
-    for n, plan in enumerate(plans, 1):
+                     'cuda') for n in processes]
+    for n, plan in zip(processes, plans, strict=True):
         for owner, size in plan.phases['between steps'].items():
             assert size == plans[0].phases['between steps'][owner] // n, n
     for fewer, more in pairwise(plans):
@@ -284,10 +274,3 @@ def test_out_of_memory_is_one_line_and_the_checkpoint_stays_whole(tiny, tmp_path
     assert 'out of memory' in fails(capsys, monkeypatch, train.main, *tiny)
     found = checkpoints.find(tmp_path / 'out')
     assert found.iter_num == 3 and found.load_model()  # of the last evaluation
-
-
-def test_the_recipe_of_7b_trains_a_small_model(tiny, capsys):
-    train.main([str(ROOT / 'config/gpt_7b.py'), *tiny, '--n_layer=1', '--n_embd=64',
-                '--total_batch_size=0', '--log_interval=1'])
-    losses = [float(loss) for loss in re.findall(r'\| loss ([\d.]+)', capsys.readouterr().out)]
-    assert len(losses) == 6 and losses[-1] < losses[0]

@@ -90,13 +90,6 @@ def test_another_model_tokenizer_or_dataset_is_refused(tiny, trained, other_data
     assert checkpoints.find(trained).iter_num == 6
 
 
-def test_a_new_run_on_other_data_starts_from_the_weights_of_an_earlier_one(
-        tiny, trained, other_data, tmp_path):
-    train.main([*tiny, f'--dataset={other_data}/reversed', f'--init_from={trained}',
-                '--max_iters=0'])
-    assert lines(tmp_path / 'out', 'val_loss')[0]['val_loss'] < 4.5  # it knows something
-
-
 def test_settings_that_changed_are_told_and_no_text_is_repeated_or_skipped(tiny, out, capsys):
     train.main([*tiny, '--init_from=resume', '--checkpoint=3', '--batch_size=2', '--dtype=auto',
                 '--parallel=auto'])
@@ -169,13 +162,6 @@ def test_fewer_iterations_than_the_run_has_are_refused_where_the_command_names_t
     train.main([*resume, '--max_iters=5', '--eval_only'])  # trains nothing
     train.main([*resume, '--max_iters=5', '--checkpoint=3'])
     assert checkpoints.find(out).iter_num == 5
-
-
-def test_how_a_run_was_started_is_not_taken_for_a_setting_of_it(out, tmp_path):
-    train.main([f'--out_dir={out}', '--init_from=resume', '--checkpoint=3', '--max_iters=4'])
-    moved = shutil.move(out, tmp_path / 'moved')
-    train.main(['--init_from=resume', f'--out_dir={moved}', '--max_iters=5'])
-    assert checkpoints.find(moved).iter_num == 5
 
 
 def test_a_run_that_starts_from_a_model_reads_as_much_as_that_model_does(trained, tmp_path):

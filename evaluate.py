@@ -14,14 +14,16 @@ are those of lm-evaluation-harness, package lm_eval, or .yaml files of tasks for
 import math
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Literal
 
 import numpy as np
+import torch
 
 from configurator import load_config
-from plaingpt.checks.model_checks import check_future
+from plaingpt.checks.model_checks import reads_ahead, short, small_model
 from plaingpt.data.batches import BatchLoader, fits_in_ram
 from plaingpt.data.dataset import open_named
 from plaingpt.data.documents import read_text
@@ -125,6 +127,15 @@ def score(model, label, loader, sizes, context):
     print0(f'{label}: loss {loss:.4f}{stderr} nats a token, perplexity {perplexity:.4g}'
            + (f', {bits:.4f} bits/byte' if bits else ''))
     return {'loss': loss, 'loss_stderr': error, 'perplexity': perplexity, 'bits_per_byte': bits}
+
+
+def check_future(model, context):
+    """Raise UserError where a network like the one to be scored sees later tokens."""
+    device = model.lm_head.weight.device
+    with torch.random.fork_rng([device] if device.type == 'cuda' else []):
+        small = small_model(replace(model.config, block_size=short(model))).to(device)
+        if problem := reads_ahead(SimpleNamespace(model=small, context=context)):
+            raise UserError(f'nothing was scored, because {problem}')
 
 
 def main(argv):

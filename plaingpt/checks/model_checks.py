@@ -6,14 +6,12 @@ equal.
 
 import copy
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from model import GPT
 from plaingpt.monitoring.health import ActivationRecorder
-from plaingpt.system.errors import UserError
 
 TOKENS = 256  # of the small model's vocabulary, beside the one that opens a document
 OPENER = TOKENS
@@ -100,15 +98,6 @@ def reads_targets(model):
         if largest_change(*(gradient[OPENER:] for gradient in found)) > SAME:
             when = 'training' if training else 'evaluations'
             return f'the input of the head changes with the targets in {when}'
-
-
-def check_future(model, context):
-    """Raise UserError where a network like the one to be scored sees later tokens."""
-    device = model.lm_head.weight.device
-    with torch.random.fork_rng([device] if device.type == 'cuda' else []):
-        small = small_model(replace(model.config, block_size=short(model))).to(device)
-        if problem := reads_ahead(SimpleNamespace(model=small, context=context)):
-            raise UserError(f'nothing was scored, because {problem}')
 
 
 def texts_are_apart(run):

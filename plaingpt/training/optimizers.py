@@ -82,21 +82,8 @@ def adamw(groups, config):
 
 def sgd(groups, config):
     """SGD with Nesterov's momentum. It needs a learning rate some 100 times AdamW's."""
-    # torch has no fused kernel of it for sharded parameters
-    fused = not any(is_sharded(p) for group in groups.values() for p in group['params'])
-    optimizer = torch.optim.SGD(groups.values(), momentum=config.momentum,
-                                nesterov=config.momentum > 0, fused=fused)
-    if config.momentum:
-        optimizer.register_step_pre_hook(begin_momentum)
-    return optimizer
-
-
-def begin_momentum(optimizer, *_):
-    """Let the momentum begin at zero, which gives the same first step as torch's. torch's fused
-    kernel allocates it without a value, and leaves it so if `found_inf` is 1 in the first step."""
-    for p in (p for group in optimizer.param_groups for p in group['params']):
-        if p.grad is not None and 'momentum_buffer' not in optimizer.state[p]:
-            optimizer.state[p]['momentum_buffer'] = torch.zeros_like(p)
+    return torch.optim.SGD(groups.values(), momentum=config.momentum,
+                           nesterov=config.momentum > 0)
 
 
 class Stack(NamedTuple):

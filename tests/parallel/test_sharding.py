@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -184,7 +185,7 @@ def test_lower_precision_is_near_to_that_of_one_process(run, tmp_path, dtype):
 def save_what_is_read(folder, target, shape, kind):
     """In a process of a job, or alone: read a checkpoint and write it into `target`."""
     world = launched_world()
-    with process_group(world, CPU):
+    with process_group(world, CPU) if world.launched else nullcontext():
         model = GPT(shape) if kind == 'ddp' else train.shard(on_meta(shape), CPU, 'float32', False)
         optimizer = build_optimizer(model, TrainConfig(optimizer='normuon'))
         found = checkpoints.find(folder)

@@ -46,7 +46,7 @@ def test_a_run_compiles_two_graphs_one_to_train_and_one_to_evaluate(tiny, monkey
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'float16'])
-@pytest.mark.parametrize('optimizer', OPTIMIZERS)
+@pytest.mark.parametrize('optimizer', sorted(OPTIMIZERS.keys() - {'sgd'}))
 def test_a_step_never_waits_for_the_device(optimizer, dtype):
     config = TrainConfig(optimizer=optimizer, batch_size=2, gradient_accumulation_steps=2)
     batch = torch.randint(65, (2, 2, 16))

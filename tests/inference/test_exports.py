@@ -26,8 +26,8 @@ from plaingpt.training.settings import TrainConfig
 
 BYTES = tokenizers.ByteTokenizer()
 LLAMA = dict(rotary=True, rmsnorm=True, mlp='swiglu')
-RECIPES = {'quickstart': 'plaingpt', 'quickstart qwen3_shape': 'qwen3', 'own_text': 'plaingpt',
-           'own_text qwen3_shape': 'qwen3', 'shakespeare_char_cpu': 'gpt2',
+RECIPES = {'quickstart': 'plaingpt', 'quickstart qwen3_shape': 'qwen3', 'own_text': 'qwen3',
+           'shakespeare_char_cpu': 'gpt2',
            'shakespeare_char_cpu_fast': 'plaingpt', 'shakespeare_char_cpu_best': 'plaingpt',
            'tiny': 'gpt2', 'finetune_chat': 'gpt2'}
 SHAPES = {

@@ -1,7 +1,5 @@
 import dataclasses
-import io
 import re
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -9,17 +7,14 @@ from helpers import ROOT, fails
 
 import evaluate
 import export
-import prepare
 import sample
 import serve
 import train
-from bench import BenchConfig, training_words, words_of
-from configurator import accepted_types, defaults, load_config, parse_literal
-from plaingpt.data.dataset import open_dataset
+from bench import BenchConfig
+from configurator import load_config, parse_literal
 from plaingpt.system.errors import UserError
-from plaingpt.system.help_text import help_text, sections_of
+from plaingpt.system.help_text import sections_of
 from plaingpt.system.removed import REMOVED
-from plaingpt.training import dtype_choice
 from plaingpt.training.settings import WITHOUT_EFFECT, TrainConfig
 from plan import PlanConfig
 from prepare import PrepareConfig
@@ -186,22 +181,6 @@ def test_what_is_the_same_for_all_now_is_left_out_with_a_warning(tmp_path, capsy
                 assert old.use in capsys.readouterr().err, arg
 
 
-def test_variants_and_judgements_may_say_old_words():
-    found = words_of({'a': {'head_lr_scale': 2.0}, 'b': {'lr_schedule': 'wsd', 'wsd_decay': 1}},
-                     load_config(BenchConfig, []), [])
-    assert training_words(['--head_lr_scale=2', '--pairs=3']) == ['--head_lr_scale=2']
-    assert load(*found['a'][1337]).lr_scales == 'head:2'
-    assert load(*found['b'][1337]).lr_schedule == 'wsd:1'
-
-
-def test_what_starts_a_run_and_where_it_computes_are_known_by_their_names(tmp_path):
-    for name in ('scratch', 'resume', 'auto', 'gpt2-xl', 'owner/name', tmp_path):
-        assert load(f'--init_from={name}').init_from == str(name)
-    for device in ('auto', 'cpu', 'cuda', 'cuda:3', 'mps'):
-        assert load(f'--device={device}').device == device
-    assert load('--learning_rate=1e30').learning_rate == 1e30
-
-
 def test_help_tells_the_settings_that_people_set_with_their_defaults_and_meanings(capsys):
     for script, config in ((train, TrainConfig), (sample, sample.SampleConfig)):
         with pytest.raises(SystemExit) as exit_:
@@ -254,16 +233,6 @@ def test_every_config_file_of_ours_loads():
         assert load_config(cls, [str(path)]).out_dir != 'out', path
 
 
-def test_evaluations_take_less_than_a_hundredth_of_the_flops_of_a_run():
-    for path in sorted(ROOT.glob('config/gpt*_*.py')):
-        config = load(path)
-        tokens = config.eval_sequences() * config.block_size
-        evaluations = 1 + config.max_iters // config.eval_interval  # each of both splits
-        forward = evaluations * 2 * tokens  # of three times that a token takes in training
-        assert forward / 3 < 0.01 * config.max_iters * config.step_tokens(), path
-        assert config.step_tokens() == config.total_batch_size, path
-
-
 def test_values_become_the_type_of_their_field():
     for argument, value in (
             ('--learning_rate=1', 1.0), ('--learning_rate=3e-4', 3e-4), ('--max_iters=6e5', 600000),
@@ -271,22 +240,6 @@ def test_values_become_the_type_of_their_field():
             ('--eval_only', True), ('--out_dir=007', '007'), ('--out_dir=a=b', 'a=b')):
         got = getattr(load(argument), argument.strip('-').split('=')[0])
         assert got == value and type(got) is type(value), argument
-
-
-def test_own_text_counts_in_the_tokens_of_a_step_and_in_sequences_that_the_text_has(
-        char_data, text_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(dtype_choice, 'core_speed', lambda dtype: 3e10)  # of any machine
-    path = ROOT / 'config' / 'own_text.py'
-    one, eight, auto = (load(path, f'--dataset={char_data}', '--learning_rate=0.1', *words.split())
-                        for words in ('', '--gradient_accumulation_steps=8',
-                                      '--batch_size=auto --total_batch_size=16384'))
-    assert one.block_size == 256 and one.weight_decay < eight.weight_decay == auto.weight_decay
-    assert one.max_iters > eight.max_iters == auto.max_iters
-    short = write(tmp_path / 'short.txt', text_file.read_text()[:1000])
-    with redirect_stdout(io.StringIO()):
-        prepare.main(['text', f'--input={short}', '--tokenizer=char', f'--data_dir={tmp_path}/s'])
-    last = len(open_dataset(tmp_path / 's').split('val')) - 1
-    assert load(path, f'--dataset={tmp_path}/s').block_size == last
 
 
 def test_all_problems_are_reported_at_once(tmp_path):
@@ -304,14 +257,6 @@ def test_accumulation_that_does_not_divide_by_the_processes_is_an_error(monkeypa
         monkeypatch.setenv(name, str(value))  # as torchrun does
     with pytest.raises(UserError, match=r'gradient_accumulation_steps=4 .*3'):
         load('--gradient_accumulation_steps=4')
-
-
-def test_help_begins_with_what_a_command_adds_to_the_settings_of_train():
-    for config in (PlanConfig, BenchConfig):
-        own = list(config.__annotations__)
-        choices = {name: accepted_types(config, name) for name in defaults(config)}
-        listed = re.findall(r'^  --(\w+)=', help_text(config, choices), re.M)
-        assert listed[:len(own)] == own
 
 
 def test_what_is_no_config_file_is_told_what_it_may_be(tmp_path, monkeypatch):

@@ -63,6 +63,7 @@ def test_a_document_in_a_sequence_has_the_logits_and_gradients_that_it_has_alone
     assert not torch.allclose(plain(idx)[0][0, 8:], model(idx)[0][0, 8:], atol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_has_one_graph_and_computes_the_same():
     model, idx = make({**FLAGS['newer'], 'n_layer': 1}), packed()
     model.activation_checkpointing = 'selective'

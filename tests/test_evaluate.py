@@ -1,4 +1,3 @@
-import gzip
 import json
 import math
 import shutil
@@ -12,7 +11,6 @@ from helpers import ROOT, exit_code, fails, fork, ranks, write_tasks
 
 import evaluate
 import export
-import prepare
 import sample
 import train
 from model import GPT, GPTConfig
@@ -60,16 +58,6 @@ def in_transformers(exported):
         return (sum(logp[i, ids[i + 1]].item() for i in at),
                 all(logp[i].argmax().item() == ids[i + 1] for i in at))
     return score
-
-
-def test_a_right_guess_counts_as_right(trained):
-    model, tokenizer, *_ = load(ModelChoice(out_dir=trained))
-    ids = model.generate(torch.tensor([tokenizer.encode('def main').tolist()]), 3, 0)[0]
-    guess = tokenizer.decode(ids[-3:].tolist())
-    wrong = guess[:-1] + ('a' if guess[-1] != 'a' else 'b')
-    rows = [(tokenizer.encode('def main' + answer), 3) for answer in (guess, wrong)]
-    scores = lm_eval_model.log_likelihoods(model, rows, 2, torch.no_grad())
-    assert scores[:, 1].tolist() == [1, 0] and scores[0, 0] > scores[1, 0]
 
 
 # -----------------------------------------------------------------------------
@@ -181,20 +169,6 @@ def test_a_file_is_scored_from_its_first_token_in_parts_as_long_as_each_other(ex
     loss = model(ids[:388].view(4, 97), ids[1:389].view(4, 97))[1].item()
     assert scores['loss'] == pytest.approx(loss, abs=1e-5)
     assert scores['bits_per_byte'] == pytest.approx(loss / math.log(2), abs=1e-5)
-
-
-def test_a_file_is_scored_as_it_is_prepared(tmp_path):
-    text = 'naïve\r\ntext\n\r' * 30
-    for name, data in (('a.txt', text.encode('utf-8-sig')),
-                       ('a.txt.gz', gzip.compress(text.encode()))):
-        (tmp_path / name).write_bytes(data)
-        prepare.main(['text', f'{tmp_path}/{name}', '--tokenizer=char', f'--data_dir={tmp_path}/d',
-                      '--overwrite'])
-        dataset = open_dataset(tmp_path / 'd')
-        prepared = np.concatenate([dataset.split(split, in_ram=True).ram
-                                   for split in ('train', 'val')])
-        stream = evaluate.TextStream(tmp_path / name, dataset.tokenizer())
-        assert stream.ids.tolist() == prepared.tolist()
 
 
 def test_mistakes_are_one_line(trained, tmp_path, capsys, monkeypatch):

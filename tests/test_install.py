@@ -96,13 +96,10 @@ def test_the_command_lists_each_script_and_runs_it_from_any_folder(tmp_path):
     assert give('plot', '--help', cwd=folder).stdout.startswith('Draw the curves')
 
 
-@pytest.mark.parametrize(('name', 'hint'), [
-    ('trian', 'did you mean train?'), ('sample.py', 'did you mean sample?'),
-    ('config/tiny.py', 'plaingpt --help')])
-def test_an_unknown_command_is_one_line(name, hint, tmp_path):
-    done = give(name, 'config/tiny.py', cwd=tmp_path)
+def test_an_unknown_command_is_one_line(tmp_path):
+    done = give('trian', 'config/tiny.py', cwd=tmp_path)
     assert done.returncode == 2 and not done.stdout and done.stderr.count('\n') == 1
-    assert repr(name) in done.stderr and hint in done.stderr
+    assert "'trian'" in done.stderr and 'did you mean train?' in done.stderr
 
 
 @pytest.mark.parametrize('script', ['prepare', 'plot'])

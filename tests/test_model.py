@@ -149,9 +149,8 @@ def test_activations_computed_again_change_nothing():
             assert torch.equal(loss, again_loss) and torch.equal(gradient, again), (kind, dtype)
 
 
-@pytest.mark.parametrize('checkpointing', [pytest.param('none', marks=pytest.mark.slow),
-                                           'selective',
-                                           pytest.param('full', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('checkpointing', [
+    'selective', pytest.param('full', marks=pytest.mark.slow)])
 def test_a_compiled_model_computes_the_same(checkpointing):
     torch.manual_seed(0)
     model = GPT(replace(SMALL, n_layer=1))

@@ -1,6 +1,5 @@
 """Code, data and weights as they should be: the preflight is quiet, and changes nothing."""
 
-import ast
 
 import pytest
 import torch
@@ -89,27 +88,15 @@ def norm_after_each_branch(patch):
     patch(model.Block, 'forward', lambda _: forward)
 
 
-def blocks_shared(patch):
-    after_init(patch, lambda gpt: gpt.transformer.__setitem__(
-        'h', nn.ModuleList([gpt.transformer.h[0]] * len(gpt.transformer.h))))
-
-
-def gates_that_begin_at(size):
-    def gates(patch):
-        def with_gate(init):
-            def __init__(self, config):
-                init(self, config)
-                self.mlp.gate = nn.Parameter(torch.empty(config.n_embd))
-            return __init__
-        after_init(patch, lambda gpt: [block.mlp.gate.fill_(size) for block in gpt.transformer.h])
-        patch(model.Block, '__init__', with_gate)
-        patch(model.MLP, 'forward', lambda forward: lambda self, x: forward(self, x) * self.gate)
-    return gates
-
-
-def dropout_of_ones_own(patch):
-    patch(model.MLP, 'forward', lambda forward: lambda self, x: F.dropout(
-        forward(self, x), 0.1, self.training))
+def gates_that_begin_at_zero(patch):
+    def with_gate(init):
+        def __init__(self, config):
+            init(self, config)
+            self.mlp.gate = nn.Parameter(torch.empty(config.n_embd))
+        return __init__
+    after_init(patch, lambda gpt: [block.mlp.gate.zero_() for block in gpt.transformer.h])
+    patch(model.Block, '__init__', with_gate)
+    patch(model.MLP, 'forward', lambda forward: lambda self, x: forward(self, x) * self.gate)
 
 
 def parallel_branches(patch):
@@ -152,10 +139,8 @@ GPT2, NEWER = {}, dict(rotary=True, rmsnorm=True, tied_head=False)
 
 
 @pytest.mark.parametrize('change, flags', [
-    (sliding_window, NEWER), (blocks_shared, GPT2), (norm_after_each_branch, GPT2),
-    (gates_that_begin_at(0.0), NEWER), (gates_that_begin_at(1e-5), GPT2),
-    (dropout_of_ones_own, GPT2), (parallel_branches, NEWER), (mixture_of_experts, GPT2),
-    (mixture_of_experts, NEWER), (loss_beside_the_loss, NEWER)])
+    (sliding_window, NEWER), (norm_after_each_branch, GPT2), (gates_that_begin_at_zero, NEWER),
+    (parallel_branches, NEWER), (mixture_of_experts, GPT2), (loss_beside_the_loss, NEWER)])
 def test_a_sound_change_of_the_model_raises_no_alarm(change, flags, patch, failed):
     change(patch)
     assert failed(block_size=32, batch_size=16, **flags) == []
@@ -177,11 +162,3 @@ def test_float32_is_compared_in_float32_where_training_rounds_more(patch, tiny):
         assert seen == ['highest'] * 2 and torch.get_float32_matmul_precision() == 'high'
     finally:
         torch.set_float32_matmul_precision('highest')
-
-
-def test_where_nothing_can_be_written_no_check_of_it_is_made(monkeypatch, tiny, tmp_path, capsys):
-    monkeypatch.setattr('tempfile.tempdir', str(tmp_path / 'nowhere'))
-    train.main([*tiny, '--check', '--block_size=200'])
-    out = capsys.readouterr().out
-    assert 'not checked: a saved model comes back' in out and 'checks passed' in out
-    assert len(ast.literal_eval(out.partition('the model will read ')[2])) == 80  # what it reads

@@ -1,12 +1,10 @@
 """Every backend gets what metrics.jsonl has, and none of them stops a run."""
 
-import os
-import signal
 import sys
 from types import SimpleNamespace
 
 import pytest
-from helpers import exit_code, fork, lines
+from helpers import lines
 
 import train
 from plaingpt.training import checkpoint as checkpoints
@@ -54,35 +52,6 @@ def test_a_service_gets_every_number_of_a_run_and_of_a_resumed_one(
     for key in ('loss', 'val_loss', 'health/grad_norm/h.0'):
         assert [(step, values[key]) for step, values in service.rows if key in values] \
             == [(row['iter'], row[key]) for row in lines(tmp_path / 'out', key)]
-
-
-def kill_before(iter_num):
-    """The process kills itself before update `iter_num` is logged."""
-    original = train.Metrics.step
-
-    def step(self, it, *numbers):
-        if it == iter_num:
-            os.kill(os.getpid(), signal.SIGKILL)
-        original(self, it, *numbers)
-    train.Metrics.step = step
-
-
-@pytest.mark.slow
-def test_a_killed_run_is_one_curve_in_tensorboard(tiny, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    argv = [*tiny, '--max_iters=15', '--lr_decay_iters=15', '--checkpoint_interval=3',
-            '--init_from=auto', '--log_to=tensorboard']
-    for kill_at in (8, None):
-        pid = fork(train.main, *argv, log=tmp_path / 'log',
-                   before=kill_at and (lambda: kill_before(kill_at)))  # noqa: B023
-        assert exit_code(pid) == (-signal.SIGKILL if kill_at else 0)
-    events = EventAccumulator(str(tmp_path / 'out/tensorboard'))
-    events.Reload()
-    for key in ('loss', 'val_loss', 'health/grad_norm/h.0'):
-        rows = lines(tmp_path / 'out', key)
-        found = events.Scalars(key)
-        assert [event.step for event in found] == [row['iter'] for row in rows]
-        assert [event.value for event in found] == pytest.approx([row[key] for row in rows])
 
 
 def test_a_package_that_is_absent_or_fails_stops_no_training(tiny, tmp_path, capsys, monkeypatch):

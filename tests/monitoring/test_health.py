@@ -1,11 +1,9 @@
 """What is measured inside a model while it trains."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import launch, lines, same, weights
 
 import train
@@ -104,17 +102,6 @@ def test_models_newer_than_gpt2_are_seen_under_the_same_names(loader):
         assert layers <= set(newer) and all(map(math.isfinite, newer.values())), changes
 
 
-def test_what_an_attention_of_ones_own_does_not_show_is_left_out(tiny, tmp_path, monkeypatch):
-    def plain(q, k, v, **_):
-        future = torch.ones(q.size(2), k.size(2), dtype=torch.bool).triu(1)
-        return (q @ k.mT / 4).masked_fill(future, -math.inf).softmax(dim=-1) @ v
-    monkeypatch.setattr(F, 'scaled_dot_product_attention', plain)
-    train.main([*tiny, '--film'])
-    (*_, seen) = lines(tmp_path / 'out', 'health/activation_rms/h.1')
-    assert 'health/grad_norm/h.1' in seen and not any('attention_logit' in key for key in seen)
-    assert (tmp_path / 'out/film.jsonl').exists()
-
-
 def test_looking_and_writing_change_no_bit_of_the_run(tiny, tmp_path, monkeypatch):
     tiny = [*tiny, '--dropout=0.2']
     train.main([*tiny, f'--out_dir={tmp_path}/seen', '--report=True'])
@@ -129,15 +116,6 @@ def test_looking_and_writing_change_no_bit_of_the_run(tiny, tmp_path, monkeypatc
         assert math.hypot(*norms) == pytest.approx(logged['grad_norm'], rel=1e-4)
 
 
-def test_a_short_run_is_looked_at_often_enough_to_draw_a_line(loader):
-    model, _ = new(loader)
-    for max_iters, seen in ((10, [1, 2, 4, 6, 8, 10]), (3, [1, 2, 3]), (9999, [1, 100, 200])):
-        run = SimpleNamespace(config=TrainConfig(max_iters=max_iters, report=False), model=model,
-                              val_data=loader, context=autocast(CPU, 'float32'))
-        watching = evaluation.Watching(run, None, writing=True)
-        assert [i for i in range(1, min(max_iters, 250) + 1) if watching.health.due(i)] == seen
-
-
 def test_two_processes_see_what_one_sees(tiny, tmp_path):
     launch(train.main, 2, tmp_path, *tiny, f'--out_dir={tmp_path}/two')
     train.main([*tiny, f'--out_dir={tmp_path}/one'])
@@ -146,16 +124,3 @@ def test_two_processes_see_what_one_sees(tiny, tmp_path):
         for key in a.keys() - {'elapsed_s'}:
             if 'rms' not in key and 'logit' not in key:  # of other sequences
                 assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-6), key
-
-
-@pytest.mark.slow
-def test_looking_compiles_nothing_anew(tiny, monkeypatch):
-    from torch._dynamo.utils import counters
-    compiled = []
-    for interval in (0, 1):
-        torch._dynamo.reset()
-        counters.clear()
-        monkeypatch.setattr(evaluation, 'HEALTH_INTERVAL', interval)
-        train.main([*tiny, '--compile=True'])
-        compiled.append(counters['stats']['unique_graphs'])
-    assert compiled[0] == compiled[1] > 0

@@ -3,7 +3,6 @@
 import itertools
 import os
 import signal
-import sys
 
 import pytest
 from helpers import fails, in_the_loop, lines, size_of_png
@@ -38,13 +37,6 @@ def test_a_report_has_what_looks_wrong(trained):
     for row in rows:
         row |= {key: 3.0 for key in ('train_loss', 'val_loss') if key in row}
     assert '- the evaluation at iteration' in run_report.format_report(trained, rows, run)
-
-
-def test_without_matplotlib_a_run_ends_well(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
-    train.main([*tiny, '--report=True'])
-    assert 'no loss.png: drawing curves needs matplotlib' in capsys.readouterr().out
-    assert (tmp_path / 'out/report.md').exists() and not (tmp_path / 'out/loss.png').exists()
 
 
 def test_an_interrupted_run_is_reported_where_it_stands(tiny, tmp_path, monkeypatch, no_picture):

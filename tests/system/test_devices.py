@@ -1,10 +1,7 @@
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
-from helpers import ROOT
 
 from plaingpt.system import devices
 from plaingpt.system.devices import (
@@ -38,11 +35,6 @@ def test_a_cpu_computes_in_bfloat16_where_that_gains(monkeypatch):
         assert dtype == 'bfloat16' and ('many times as fast' in why) == (not has_bfloat16)
 
 
-def test_a_recipe_for_cpus_asks_for_no_dtype_that_many_cpus_lack():
-    for path in [*ROOT.glob('config/*_cpu*.py'), ROOT / 'config/tiny.py']:
-        assert 'dtype' not in path.read_text(encoding='utf-8'), path
-
-
 def test_a_gpu_without_bfloat16_computes_in_float16(monkeypatch):
     for in_hardware, expected in ((True, 'bfloat16'), (False, 'float16')):
         monkeypatch.setattr(torch.cuda, 'is_bf16_supported',
@@ -65,12 +57,6 @@ def test_a_gpu_compiles_where_triton_can_and_says_why_not(monkeypatch):
         found, reason = choose_compile('auto', torch.device('cuda'))
         assert found is expected and re.search(why, reason), reason
         assert choose_compile(True, torch.device('cuda'))[0] is True
-
-
-def test_preparing_text_starts_without_torch():
-    code = 'import sys, prepare; print("torch" in sys.modules)'
-    out = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
-    assert out.stdout.strip() == 'False', out.stderr
 
 
 def test_memory_grows_in_place_unless_the_environment_says_otherwise(monkeypatch):

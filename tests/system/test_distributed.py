@@ -1,11 +1,8 @@
 """The processes of a job: where one is lost, hangs or never comes, the others end and say so."""
 
-import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -14,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from helpers import ROOT, exit_code, fork, in_the_loop, ranks, wait_until
+from helpers import exit_code, fork, ranks, wait_until
 
 import train
 from model import GPT, GPTConfig
@@ -80,50 +76,6 @@ def test_a_process_that_hangs_ends_the_others_after_a_while(tmp_path):
     exit_code(pids[1])
 
 
-def meet(argv):
-    """Meet the other processes, and stay until `argv[0]` exists."""
-    with process_group(launched_world(), CPU):
-        print('met')
-        wait_until(Path(argv[0]).exists)
-
-
-def test_a_job_that_is_restarted_does_not_wait_for_processes_that_have_ended(tmp_path):
-    store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)  # torchrun's
-    torchrun = {'MASTER_PORT': str(store.port), 'TORCHELASTIC_USE_AGENT_STORE': 'True'}
-    for attempt in range(2):
-        logs = [tmp_path / f'{attempt}-{rank}' for rank in range(2)]
-        pids = [fork(meet, tmp_path / 'end', log=log, **{
-            **env, **torchrun, 'TORCHELASTIC_RESTART_COUNT': str(attempt)})
-            for env, log in zip(ranks(2), logs, strict=True)]
-        wait_until(lambda logs=logs: all(log.exists() and log.read_text() for log in logs))
-        if attempt == 0:
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-                exit_code(pid)
-    (tmp_path / 'end').touch()
-    assert [exit_code(pid) for pid in pids] == [0, 0]
-
-
-def run_out_of_memory():
-    """In a process of a job: the third step finds no memory, on rank 1."""
-    original, steps = train.forward_backward, []
-
-    def without_memory(*arguments):
-        steps.append(1)
-        if len(steps) == 3 and os.environ['RANK'] == '1':
-            raise torch.OutOfMemoryError('CUDA out of memory')
-        return original(*arguments)
-    in_the_loop(pytest.MonkeyPatch(), forward_backward=without_memory)
-
-
-@pytest.mark.slow
-def test_out_of_memory_is_explained_by_the_process_that_has_none(tiny, tmp_path):
-    pids, logs = start(tmp_path, 2, train.main, *tiny, '--check=False', before=run_out_of_memory)
-    assert [exit_code(pid) for pid in pids.values()] == [2, 2]
-    assert 'error: out of memory on cpu' in error_in(logs[1])
-    assert 'or lost it' in error_in(logs[0])
-
-
 @pytest.mark.parametrize('missing', [[1, 2], pytest.param([0], marks=pytest.mark.slow)])
 def test_where_processes_never_come_the_others_end_after_a_while(tmp_path, missing):
     pids, logs = start(tmp_path, 3, work, 2, missing=missing)
@@ -148,27 +100,6 @@ def leave_early(argv):
 def test_a_process_that_is_done_early_waits_for_those_that_are_not(tmp_path):
     pids, _ = start(tmp_path, 2, leave_early, tmp_path)
     assert [exit_code(pid) for pid in pids.values()] == [0, 0]
-
-
-@pytest.mark.slow
-def test_under_torchrun_a_process_that_hangs_brings_the_whole_job_back(tiny, tmp_path):
-    log = tmp_path / 'log'
-    config = tmp_path / 'soon.py'
-    config.write_text('from datetime import timedelta\nfrom plaingpt.system import distributed\n'
-                      'distributed.TIMEOUT = timedelta(seconds=10)\n')
-    options = [config, '--max_iters=600', '--lr_decay_iters=600', '--eval_interval=600',
-               '--checkpoint_interval=100', '--init_from=auto']
-    with open(log, 'w') as output, subprocess.Popen(
-            [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
-             '--max-restarts=3', ROOT / 'train.py', *tiny, *options],
-            stdout=output, stderr=output) as job:
-        wait_until(lambda: 'iter 150' in log.read_text())
-        workers = subprocess.run(['pgrep', '-P', str(job.pid)], capture_output=True, text=True)
-        os.kill(int(workers.stdout.split()[-1]), signal.SIGSTOP)
-        assert job.wait(300) == 0
-    rows = map(json.loads, (tmp_path / 'out/metrics.jsonl').read_text().splitlines())
-    assert [row['iter'] for row in rows if 'loss' in row] == list(range(1, 601))
-    assert 'or lost it' in error_in(log) and 'resumed from' in log.read_text()
 
 
 # -----------------------------------------------------------------------------

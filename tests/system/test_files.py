@@ -1,15 +1,13 @@
 """Files that are whole or absent, and one run at a time in a folder."""
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, exit_code, fails, fork, run, wait_until
+from helpers import ROOT, fails, run
 
 import train
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import append_line, lock_output_dir, locked, make_writable
+from plaingpt.system.files import append_line, lock_output_dir, make_writable
 
 
 def test_a_line_does_not_continue_half_of_another(tmp_path):
@@ -50,24 +48,3 @@ def test_a_folder_in_use_is_refused_and_may_be_evaluated(tiny, trained, capsys, 
         train.main([*tiny, '--eval_only'])
     assert (trained / 'metrics.jsonl').read_bytes() == before
     train.main(tiny)  # and is free again
-
-
-def test_a_killed_run_does_not_block_its_folder(tiny, tmp_path):
-    log = tmp_path / 'log'
-    trained = fork(train.main, *tiny, '--max_iters=100000', log=log)
-    wait_until(lambda: log.exists() and 'iter      2' in log.read_text())
-    os.kill(trained, signal.SIGKILL)
-    exit_code(trained)
-    train.main([*tiny, '--max_iters=1'])
-    assert not (tmp_path / 'out/.lock').exists()
-
-
-def test_of_many_processes_one_gets_the_lock(tmp_path):
-    def take(_):
-        with locked(tmp_path, 'in use'):
-            wait_until(lambda: (tmp_path / 'end').exists())
-    logs = [tmp_path / f'log-{i}' for i in range(4)]
-    pids = [fork(take, log=log) for log in logs]
-    wait_until(lambda: sum('in use' in log.read_text() for log in logs if log.exists()) == 3)
-    (tmp_path / 'end').touch()
-    assert sorted(map(exit_code, pids)) == [0, 2, 2, 2]

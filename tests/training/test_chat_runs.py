@@ -14,7 +14,7 @@ import plan
 import prepare
 import train
 from model import GPT, GPTConfig
-from plaingpt.data.dataset import open_dataset, sample_prompts
+from plaingpt.data.dataset import open_dataset
 from plaingpt.data.packing import PackedLoader
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
@@ -113,13 +113,6 @@ def test_a_tuned_run_is_scored_on_the_text_that_it_knew(chat, runs):
     before, after = (evaluated('--dataset=byte', *of)['bits_per_byte']
                      for of in ([f'--out_dir={runs}/base'], []))
     assert after > before > 0
-
-
-def test_questions_without_room_for_an_answer_are_no_samples(chat, tmp_path):
-    write_chat(tmp_path / 'data/long', [ask('q' * 100, 'yes')] * 20)
-    dataset = open_dataset('data/long')
-    with pytest.raises(UserError, match='has room for an answer'):
-        sample_prompts(dataset, dataset.loader('val', True, 48, 1))
 
 
 def test_a_loader_that_ignores_the_mask_is_caught_before_it_trains(chat, monkeypatch):

@@ -9,8 +9,6 @@ import prepare
 import train
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training.memory import predict
-from plaingpt.training.settings import TrainConfig
 
 
 @pytest.fixture(scope='module')
@@ -48,11 +46,3 @@ def test_a_run_from_other_weights_may_turn_it_on(tiny, documents, tmp_path):
 def test_a_tokenizer_that_opens_no_document_is_refused(tiny):
     with pytest.raises(UserError, match='code_char has no end of text'):
         train.main([*tiny, '--document_attention'])
-
-
-def test_a_plan_counts_the_mask():
-    def peak(**more):
-        config = TrainConfig(n_layer=1, n_head=1, n_embd=16, block_size=512, batch_size=2, **more)
-        return predict(config.gpt_config(65), config, 'float32', 'cpu').peak
-
-    assert peak(document_attention=True) - peak() >= 2 * 512**2

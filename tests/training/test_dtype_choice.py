@@ -50,10 +50,9 @@ def test_nothing_is_measured_where_the_answer_is_known(has_bfloat16, monkeypatch
     chosen()
 
 
-@pytest.mark.parametrize('shape', [
-    SHAPE, replace(SHAPE, document_attention=True, document_start=99, rotary=True),
-    replace(SHAPE, value_embeddings=True, conv=4, mlp='relu2', block_size=10**9)])
-@pytest.mark.parametrize('batch_size', [3, 'auto'])
+@pytest.mark.parametrize(('shape', 'batch_size'), [
+    (replace(SHAPE, document_attention=True, document_start=99, rotary=True), 3),
+    (replace(SHAPE, value_embeddings=True, conv=4, mlp='relu2', block_size=10**9), 'auto')])
 def test_measuring_takes_any_shape_and_leaves_no_trace_in_the_run(shape, batch_size, monkeypatch):
     monkeypatch.setattr(dtype_choice, 'MEASURED_S', 0)
     monkeypatch.setattr(dtype_choice, 'PASS_FLOPS', 1e7)

@@ -12,8 +12,6 @@ import export
 import plaingpt
 import prepare
 import train
-from plaingpt.data.dataset import open_dataset
-from plaingpt.data.packing import PackedLoader
 from plaingpt.training import checkpoint as checkpoints
 
 RECIPE = [str(ROOT / 'config/finetune_chat.py'), *options(
@@ -78,24 +76,6 @@ def test_a_tuned_model_of_others_answers_in_transformers_as_here(tuned):
         answers.add(answer)
     # Qwen's template puts an empty thought in front of an answer.
     assert all('It is' in answer for answer in answers)
-
-
-def test_only_conversations_behind_others_begin_with_what_separates_documents(tuned):
-    dataset = open_dataset(tuned / 'data/chat')
-    stream, chat = dataset.split('train'), dataset.tokenizer()
-    loader = PackedLoader(stream, 128, 8, seed=0, device=torch.device('cpu'))
-    idx, targets = loader.eval_batch(loader.firsts[:8])
-    own = chat.encode_conversation(questions(1)[0])[0]
-    kept = chat.keeps_bos
-    for row in idx.tolist():
-        assert (row[0] == chat.conversation) == kept
-        assert row.count(chat.conversation) >= 1  # another one, or padding
-        prompt = chat.encode_prompt(ask('x', 'y')[:1]).tolist()
-        assert row[0] == prompt[0]
-    assert own[0] == chat.conversation
-    learned = targets[targets != -1]
-    assert len(learned) == loader.num_targets[:8].sum()
-    assert (learned == chat.end_of_turn).sum() > 0
 
 
 @pytest.mark.slow

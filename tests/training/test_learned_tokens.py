@@ -89,23 +89,6 @@ def test_another_last_word_of_a_user_changes_no_gradient_and_another_answer_does
     assert not any(map(torch.equal, found['a'][1], found['c'][1]))
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-def test_where_all_tokens_count_a_step_has_the_bits_of_a_mean_of_means(dtype):
-    model, micro_steps = make_model(), 3
-    batches = [torch.randint(CHAT.vocab_size, (2, 4, T)) for _ in range(micro_steps)]
-    context = torch.autocast('cpu', dtype, enabled=dtype != torch.float32)
-    expected = 0.0
-    for idx, targets in batches:
-        with context:
-            logits, _ = model(idx)
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / micro_steps
-        loss.backward()
-        expected += loss.detach()
-    wanted = gradients(model)
-    found = forward_backward(model, iter(batches), micro_steps, NO_SCALER, context)
-    assert torch.equal(found, expected) and all(map(torch.equal, gradients(model), wanted))
-
-
 @pytest.mark.parametrize('chunk', [0, 64])
 def test_a_micro_batch_without_a_target_adds_nothing(dataset, chunk):
     model = make_model()

@@ -30,7 +30,6 @@ from helpers import (
 
 import train
 from plaingpt.data.batches import BatchLoader
-from plaingpt.parallel import job
 from plaingpt.system import distributed as runtime
 from plaingpt.system.distributed import StopRequest
 from plaingpt.system.errors import UserError
@@ -134,7 +133,7 @@ def test_a_run_stopped_anywhere_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch)
         return [{key: value for key, value in row.items()
                  if key not in ('elapsed_s', 'tokens_per_s', 'peak_memory_bytes')}
                 for row in lines(out_dir, 'iter')]
-    for n in range(9, asked, 8):  # those before are at iteration 0
+    for n in range(9, asked, 16):  # those before are at iteration 0
         out_dir = tmp_path / f'cut{n}'
         stop_at.main(n, *tiny, f'--out_dir={out_dir}')
         stop_at.main(0, *tiny, f'--out_dir={out_dir}', '--init_from=resume')
@@ -187,15 +186,6 @@ def test_a_killed_worker_brings_the_whole_job_back(tiny, tmp_path):
     assert process.wait() == 0 and 'resumed from' in out, out
     assert checkpoints.find(tmp_path / 'out').iter_num == 60
     assert [line['iter'] for line in lines(tmp_path / 'out', 'loss')] == list(range(1, 61))
-
-
-def test_hosts_that_do_not_share_the_folder_are_told_so(monkeypatch, tmp_path):
-    world = train.launched_world().__class__(rank=1, size=2, launched=True)
-    monkeypatch.setattr(runtime, 'all_gather', lambda value, group: [
-        str(tmp_path / 'elsewhere') if isinstance(value, str) else ('host-a', True), value])
-    monkeypatch.setattr(job.time, 'monotonic', iter(range(0, 1000, 20)).__next__)
-    with pytest.raises(UserError, match='not the same folder'):
-        job.check_shared(tmp_path, world, None)
 
 
 # -----------------------------------------------------------------------------

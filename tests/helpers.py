@@ -205,15 +205,10 @@ def same_logits(ours, theirs, idx):
     return apart < rounding(expected, c.n_layer, c.n_embd)
 
 
-def without_index(monkeypatch):
-    """lm_eval does without its own tasks, whose index takes seconds."""
-    tasks = pytest.importorskip('lm_eval.tasks')
-    monkeypatch.setattr(tasks, 'TaskManager', partial(tasks.TaskManager, include_defaults=False))
-
-
 def write_tasks(folder, monkeypatch):
     """→ files of two tasks of lm_eval, which knows no other: the right ending, and the word."""
-    without_index(monkeypatch)
+    tasks = pytest.importorskip('lm_eval.tasks')  # an index of its own tasks would take seconds
+    monkeypatch.setattr(tasks, 'TaskManager', partial(tasks.TaskManager, include_defaults=False))
     rows = [{'text': f'usage of {word}', 'word': word, 'words': [word, 'of the usage', 'def']}
             for word in ('the', 'main', 'parser', 'import', 'a class', 'self')]
     (folder / 'questions.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))

@@ -60,7 +60,6 @@ def test_the_end_of_the_learning_rate_follows_what_it_depends_on(tmp_path):
 MISTAKES = """
 config/train_gpt2.py                → config/gpt2_124m.py
 config/shakespear_char.py           → config/shakespeare_char.py
-shakespeare_char                    → config/shakespeare_char.py
 max_iters=10                        → --max_iters=10
 --max_iters 10                      → --max_iters=10
 -batch_size=3                       → -batch_size=3 write options as --key=value
@@ -68,14 +67,10 @@ max_iters=10                        → --max_iters=10
 --epochs=3                          → did you mean max_iters?
 --batch_size                        → --batch_size=VALUE
 --batch_size=1.5                    → batch_size=1.5 on the command line: expected auto or a whole
---batch_size=many                   → batch_size='many'
---batch_size=0                      → batch_size=0
 --compile=1                         → compile=1 expected auto or true or false
 --seed=99999999999999999999         → seed=
---eval_only=maybe                   → eval_only='maybe'
 --dtype=float8                      → expected auto or float32
 --learning_rate=fast                → expected a number
---learning_rate=1e999               → expected a number
 --learning_rate=nan                 → expected a number
 --dropout=1.0                       → dropout=1.0: must be at least 0 and below 1
 --max_iters=-1                      → max_iters=-1: must be at least 0
@@ -85,16 +80,10 @@ max_iters=10                        → --max_iters=10
 --checkpoint=last --init_from=auto  → checkpoint=last: it is latest, best or an iteration
 --checkpoint=best                   → --init_from=resume
 --lr_schedule=cosin                 → lr_schedule=cosin: it is cosine, wsd,
---lr_schedule=wsd:0                 → lr_schedule=wsd:0
 --lr_schedule=linear:0.5            → lr_schedule=linear:0.5
---lr_schedule=wsd:1.5               → lr_schedule=wsd:1.5
 --lr_scales=embedding               → lr_scales=embedding: it is kinds of weights and factors
 --lr_scales=tail:2                  → lr_scales=tail:2
---lr_scales=head:-2                 → lr_scales=head:-2
---wsd_decay=half --lr_schedule=wsd  → lr_schedule=wsd:half
---eval_tokens=many                  → unknown setting eval_tokens it was removed; eval_iters
 --init_from=resum                   → init_from='resum' is neither did you mean resume?
---init_from=out-none                → init_from='out-none' is neither
 --n_embd=100 --n_head=3             → n_embd=100
 --min_lr=1 --learning_rate=0.1      → min_lr=1.0
 --warmup_iters=10 --lr_decay_iters=5 → warmup_iters=10
@@ -103,11 +92,8 @@ max_iters=10                        → --max_iters=10
 --patience=3 --check=overfit        → patience=3 check=overfit
 LINE.py learning_rte = 3            → LINE.py, line 1: did you mean learning_rate?
 LINE.py n_head = = 4                → LINE.py, line 1: syntax error
-LINE.py n_head = undefined          → LINE.py, line 1: NameError undefined
 LINE.py n_layer = lambda: 3         → n_layer= LINE.py, line 1
-LINE.py exit()                      → LINE.py, line 1
 LINE.py raise ValueError('a b')     → LINE.py, line 1: ValueError
-LINE.py open('none')                → LINE.py, line 1: FileNotFoundError
 missing.py                          → config file missing.py: No such file
 """
 

@@ -40,26 +40,6 @@ def scores_of(tmp_path, *arguments):
     return json.loads((tmp_path / 'scores.json').read_text())['results']
 
 
-@pytest.fixture(scope='module')
-def in_transformers(exported):
-    """(context, answer) → the log-likelihood of the answer in transformers and whether it is the
-    likeliest, in float64, token by token."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    model = AutoModelForCausalLM.from_pretrained(exported).double().eval()
-    tokenizer = AutoTokenizer.from_pretrained(exported)
-
-    def score(context, answer):
-        ids = tokenizer(context + answer).input_ids
-        n = len(ids) - len(tokenizer(context).input_ids)
-        ids = ids[-129:]
-        with torch.no_grad():
-            logp = model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
-        at = range(len(ids) - 1 - n, len(ids) - 1)
-        return (sum(logp[i, ids[i + 1]].item() for i in at),
-                all(logp[i].argmax().item() == ids[i + 1] for i in at))
-    return score
-
-
 # -----------------------------------------------------------------------------
 # lm-evaluation-harness
 
@@ -91,28 +71,13 @@ def test_each_kind_of_request_of_lm_eval_is_answered_as_by_its_model_of_transfor
         == [whole[:whole.index(stop)]]
 
 
-def test_tasks_are_scored_as_by_lm_eval_with_transformers(
-        exported, in_transformers, tmp_path, monkeypatch):
+def test_tasks_of_lm_eval_are_scored_beside_text(exported, tmp_path, monkeypatch):
     ending, word = write_tasks(tmp_path, monkeypatch)
-    ours = scores_of(tmp_path, f'--init_from={exported}', f'--tasks={ending},text,{word}',
-                     '--limit=4', f'--data={tmp_path}/questions.jsonl')
-    from lm_eval import simple_evaluate
-    from lm_eval.api.model import LM
-    from lm_eval.tasks import TaskManager
-
-    class Transformers(LM):
-        def loglikelihood(self, requests):
-            return [in_transformers(*request.args) for request in requests]
-        loglikelihood_rolling = generate_until = None
-    theirs = simple_evaluate(
-        Transformers(), tasks=['ending', 'word'], limit=4, bootstrap_iters=1000,
-        task_manager=TaskManager(include_path=str(tmp_path)))['results']
-    assert ours.keys() == {'ending', 'text', 'word'}
-    for task, keys in (('ending', ('acc', 'acc_norm', 'acc_stderr')),
-                       ('word', ('acc', 'perplexity', 'perplexity_stderr'))):
-        assert ours[task]['questions'] == 4
-        for key in keys:
-            assert ours[task][key] == pytest.approx(theirs[task][f'{key},none'], rel=1e-4), key
+    scores = scores_of(tmp_path, f'--init_from={exported}', f'--tasks={ending},text,{word}',
+                       '--limit=4', f'--data={tmp_path}/questions.jsonl')
+    assert scores.keys() == {'ending', 'text', 'word'}
+    assert scores['ending']['questions'] == scores['word']['questions'] == 4
+    assert 0 <= scores['ending']['acc'] <= 1 < scores['word']['perplexity']
 
 
 # -----------------------------------------------------------------------------

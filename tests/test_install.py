@@ -8,7 +8,7 @@ import tomllib
 from importlib import metadata
 
 import pytest
-from helpers import ROOT, copy_project, options, run
+from helpers import ROOT, options, run
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -140,28 +140,6 @@ def call(*command, cwd):
                           timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-@pytest.mark.slow
-def test_an_editable_install_of_the_core_works_from_another_folder(text_file, tmp_path):
-    tree, elsewhere = copy_project(tmp_path / 'tree'), tmp_path / 'elsewhere'
-    elsewhere.mkdir()
-    before = sorted(tree.iterdir())
-    python = make_venv(tmp_path / 'venv', [*CORE, 'pip', 'hatchling'])
-    call(python, '-m', 'pip', 'install', '-q', '--no-build-isolation', '--no-deps', '--no-index',
-         '--disable-pip-version-check', '-e', tree, cwd=tmp_path)
-    assert sorted(tree.iterdir()) == before  # it leaves nothing in the tree
-    call(python, tree / 'prepare.py', 'text', f'--input={text_file}', '--tokenizer=bpe:300',
-         cwd=elsewhere)
-    with (tree / 'train.py').open('a') as f:
-        f.write("    print('edited here')\n")
-    printed = call(python.with_name('plaingpt'), 'train', *TRAIN, cwd=elsewhere)
-    assert printed.endswith('edited here\n')
-    assert call(python, tree / 'sample.py', *SAMPLE, cwd=elsewhere).strip()
-    out = call(python, '-c', 'import plaingpt, model\n'
-               'print(len(plaingpt.load("out").generate("def", max_new_tokens=9)) > 0)\n'
-               'print(model.__file__)', cwd=elsewhere)
-    assert out.splitlines() == ['True', str(tree / 'model.py')]
 
 
 @pytest.mark.slow

@@ -41,12 +41,6 @@ def test_no_change_is_called_better_in_one_of_twenty_at_most_though_one_looks_af
     assert better < 0.04 * 1000
 
 
-def test_a_gain_of_three_times_what_pairs_differ_by_is_found_in_eight():
-    random.seed(0)
-    found = [[random.gauss(-3, 1) for _ in range(8)] for _ in range(500)]
-    assert sum(any(interval(each[:n])[1] < 0 for n in range(2, 9)) for each in found) > 0.95 * 500
-
-
 @pytest.fixture
 def judged(monkeypatch, tmp_path, char_data):
     """judged(losses of the base's runs, those of the change's, option=value, …) → (exit status,

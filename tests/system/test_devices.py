@@ -82,19 +82,12 @@ def test_utilisation_is_known_only_where_the_peak_is():
 
 def test_a_peak_is_that_of_the_gpu_that_cuda_names_and_never_a_guess():
     for name, gpu in {
-            'NVIDIA GH200 480GB': 'GH200', 'NVIDIA H200': 'H200', 'NVIDIA H200 NVL': 'H200 NVL',
-            'NVIDIA H100 80GB HBM3': 'H100', 'NVIDIA H100 PCIe': 'H100 PCIe',
-            'NVIDIA A100-SXM4-40GB': 'A100', 'NVIDIA A100 80GB PCIe': 'A100',
-            'NVIDIA A10': 'A10', 'NVIDIA A10G': 'A10G', 'NVIDIA RTX A6000': 'A6000',
-            'NVIDIA GeForce RTX 4090': '4090', 'NVIDIA GeForce RTX 3090': '3090',
-            'NVIDIA B300 SXM6 AC': 'B300', 'NVIDIA GeForce RTX 5090': '5090',
+            'NVIDIA H200 NVL': 'H200 NVL', 'NVIDIA H100 80GB HBM3': 'H100',
+            'NVIDIA H100 PCIe': 'H100 PCIe', 'NVIDIA A100 80GB PCIe': 'A100',
+            'NVIDIA A10': 'A10', 'NVIDIA A10G': 'A10G', 'NVIDIA GeForce RTX 4090': '4090',
             'NVIDIA GeForce RTX 5070 Ti': '5070 Ti', 'NVIDIA GeForce RTX 5070': '5070',
-            'NVIDIA RTX 6000 Ada Generation': 'RTX 6000 Ada',
-            'Tesla T4': 'T4', 'Tesla V100-SXM2-16GB': 'V100', 'Tesla V100-PCIE-16GB': 'V100 PCIe',
-            }.items():
+            'Tesla T4': 'T4', 'Tesla V100-SXM2-16GB': 'V100'}.items():
         assert peak_flops(name, 'bfloat16') == PEAKS[gpu], name
-    for name in ('NVIDIA GB200', 'NVIDIA H100 80GB HBM3 MIG 1g.10gb', 'NVIDIA H800', 'NVIDIA A100X',
-                 'NVIDIA A40', 'NVIDIA GeForce RTX 4090 Laptop GPU', 'NVIDIA GeForce RTX 4090 D',
-                 'NVIDIA RTX 5000 Ada Generation', 'NVIDIA GeForce RTX 5090 D', 'Quadro RTX 6000',
-                 'NVIDIA GeForce RTX 5080 Laptop GPU', 'Tesla V100S-PCIE-32GB', 'cpu'):
+    for name in ('NVIDIA H100 80GB HBM3 MIG 1g.10gb', 'NVIDIA H800', 'NVIDIA A100X', 'NVIDIA A40',
+                 'NVIDIA GeForce RTX 4090 Laptop GPU', 'NVIDIA GeForce RTX 5090 D', 'cpu'):
         assert peak_flops(name, 'bfloat16') is None, name

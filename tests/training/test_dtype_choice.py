@@ -41,15 +41,6 @@ def test_the_faster_dtype_is_taken_and_float32_where_bfloat16_gains_little(has_b
         assert dtype == expected and '1000.0 ms' in why and f'{1000 * float32:.1f} ms' in why
 
 
-def test_nothing_is_measured_where_the_answer_is_known(has_bfloat16, monkeypatch):
-    has_bfloat16(float32=9.0)
-    assert chosen('float32') == ('float32', 'as asked')
-    monkeypatch.delattr(dtype_choice, 'block_seconds')
-    chosen(shape=replace(SHAPE, n_embd=dtype_choice.WIDE))
-    monkeypatch.setattr(dtype_choice, 'cpu_has_bfloat16', lambda: False)
-    chosen()
-
-
 @pytest.mark.parametrize(('shape', 'batch_size'), [
     (replace(SHAPE, document_attention=True, document_start=99, rotary=True), 3),
     (replace(SHAPE, value_embeddings=True, conv=4, mlp='relu2', block_size=10**9), 'auto')])

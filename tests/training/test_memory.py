@@ -250,16 +250,6 @@ def test_a_model_or_a_batch_too_large_is_one_line_before_it_is_made(tiny, capsys
     assert 'total_batch_size' in fails(capsys, monkeypatch, train.main, *tiny, '--batch_size=auto')
 
 
-def test_a_sharded_run_may_be_larger_than_the_memory_of_one_process(free):
-    config = settings(SMALL, 1, processes=8, report=True)
-    alone, shared = (predict(SMALL, replace(config, parallel=kind), 'float32', 'cpu').total
-                     for kind in ('ddp', 'fsdp'))
-    for parallel in ('auto', 'fsdp'):
-        found = memory.fit(replace(config, parallel=parallel), SMALL, 'float32', CPU,
-                           (alone + shared) // 2)
-        assert found.parallel == 'fsdp'
-
-
 def test_out_of_memory_is_one_line_and_the_checkpoint_stays_whole(tiny, tmp_path, capsys,
                                                                   monkeypatch):
     original, steps = train.forward_backward, []

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, GPTConfig
@@ -40,9 +39,9 @@ def same(a, b):
     return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
-def made(name='muon', **options):
+def made(name='muon', shape=SHAPE, **options):
     torch.manual_seed(0)
-    model = GPT(SHAPE)
+    model = GPT(shape)
     config = TrainConfig(optimizer=name, learning_rate=1e-2, **options)
     return model, build_optimizer(model, config)
 
@@ -150,22 +149,22 @@ def test_a_matrix_moves_as_with_torchs_muon(monkeypatch):
     # Both in float32: in bfloat16 the order of sums, another on each CPU, is 6% of a move.
     monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda: False)
     monkeypatch.setattr(torch.Tensor, 'bfloat16', torch.Tensor.float)
-    model, optimizer = made()
-    matrices = [(p, 3 if 'c_attn' in name else 1)  # queries, keys and values by themselves
+    model, optimizer = made(shape=replace(SHAPE, n_kv_head=1))
+    matrices = [(p, (32, 16, 16) if 'c_attn' in name else len(p))  # queries, keys, values: apart
                 for name, p in model.named_parameters() if '.h.' in name and p.dim() == 2]
-    theirs = [torch.nn.Parameter(part.clone()) for p, n in matrices for part in p.detach().chunk(n)]
+    theirs = [torch.nn.Parameter(part.clone()) for p, n in matrices for part in p.detach().split(n)]
     muon = torch.optim.Muon(theirs, lr=1e-2, weight_decay=0.1, momentum=0.95,
                             adjust_lr_fn='match_rms_adamw')
     for _ in range(3):
         gradients(model)
         before = copies(theirs)
-        for q, grad in zip(theirs, (part for p, n in matrices for part in p.grad.chunk(n)),
+        for q, grad in zip(theirs, (part for p, n in matrices for part in p.grad.split(n)),
                            strict=True):
             q.grad = grad.clone()
         optimizer.step()
         muon.step()
         optimizer.zero_grad(set_to_none=True)
-        ours = (part for p, n in matrices for part in p.detach().chunk(n))
+        ours = (part for p, n in matrices for part in p.detach().split(n))
         for p, q, old in zip(ours, theirs, before, strict=True):
             assert (p - q).norm() < 1e-3 * (q - old).norm()
 
@@ -179,31 +178,3 @@ def test_a_cpu_without_bfloat16_orthogonalizes_in_float32(monkeypatch):
         found[has_bfloat16] = optimizers.orthogonalized(matrix[None])
     assert found[True].dtype == torch.bfloat16 and found[False].dtype == torch.float32
     torch.testing.assert_close(found[True].float(), found[False], atol=0.03, rtol=0.1)
-
-
-@pytest.mark.parametrize('optimizer', ['muon', 'normuon'])
-def test_matrices_of_other_heights_move_as_if_each_had_a_weight_of_its_own(optimizer):
-    """As queries, keys and values do where queries share keys: (16, 8, 8) rows of one weight."""
-    torch.manual_seed(0)
-    whole = nn.Module()
-    whole.layer = nn.Linear(16, 32, bias=False)
-    whole.layer.parts = (16, 8, 8)
-    apart = nn.Module()
-    apart.layers = nn.ModuleList(nn.Linear(16, n, bias=False) for n in whole.layer.parts)
-    config = TrainConfig(optimizer=optimizer, learning_rate=0.1, weight_decay=0.1)
-    gradient = torch.randn(32, 16)
-    with torch.no_grad():
-        for part, rows in zip(apart.layers, whole.layer.weight.split(whole.layer.parts),
-                              strict=True):
-            part.weight.copy_(rows)
-    whole.layer.weight.grad = gradient
-    for part, rows in zip(apart.layers, gradient.split(whole.layer.parts), strict=True):
-        part.weight.grad = rows.clone()
-    for each in (whole, apart):
-        named = nn.Module()
-        named.transformer = nn.Module()
-        named.transformer.h = nn.ModuleList([each])
-        named.scale = nn.Parameter(torch.ones(3))  # for AdamW
-        build_optimizer(named, config).step()
-    moved = torch.cat([part.weight for part in apart.layers])
-    assert torch.allclose(whole.layer.weight, moved, atol=1e-6)

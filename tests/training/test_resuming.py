@@ -7,16 +7,13 @@ import shutil
 import sys
 
 import pytest
-from helpers import ROOT, exit_code, fails, fork, lines, same, weights
+from helpers import exit_code, fails, fork, lines, same, weights
 
 import prepare
 import train
-from configurator import load_config
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import start
-from plaingpt.training.settings import TrainConfig
-from plaingpt.training.start import Start
 
 
 @pytest.fixture
@@ -162,21 +159,6 @@ def test_fewer_iterations_than_the_run_has_are_refused_where_the_command_names_t
     train.main([*resume, '--max_iters=5', '--eval_only'])  # trains nothing
     train.main([*resume, '--max_iters=5', '--checkpoint=3'])
     assert checkpoints.find(out).iter_num == 5
-
-
-def test_a_run_that_starts_from_a_model_reads_as_much_as_that_model_does(trained, tmp_path):
-    """Where the command line does not say how much."""
-    def config(*argv):
-        return load_config(TrainConfig, argv, read_saved=Start().read)
-    tune = str(ROOT / 'config/finetune_chat.py')
-    small, gpt2 = (config(tune, f'--init_from={start}') for start in (trained, 'gpt2'))
-    assert (small.block_size, small.n_layer) == (16, 2)
-    assert small.step_tokens() < gpt2.step_tokens() and small.learning_rate > gpt2.learning_rate
-    assert (gpt2.block_size, gpt2.batch_size, gpt2.gradient_accumulation_steps, gpt2.max_iters,
-            gpt2.learning_rate) == (512, 4, 8, 100, 3e-5)
-    assert config(f'--init_from={trained}', '--block_size=8').block_size == 8
-    with pytest.raises(UserError, match='gtp2'):
-        config('--init_from=gtp2')
 
 
 # -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ Problems are collected and reported together, each with the place it came from.
 
 import ast
 import dataclasses
+import functools
 import operator
 import os
 import sys
@@ -22,6 +23,8 @@ from pathlib import Path
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import quoted, setting
+
+get_type_hints = functools.cache(typing.get_type_hints)  # of 80 fields, a few times each
 
 
 def load_config(cls, argv, doc='', positional='', several=False, read_saved=lambda values: {}):
@@ -317,7 +320,7 @@ def outside_limits(config):
 
 def annotations_of(cls, name):
     """What a field's type is annotated with, in a union too: limits and readers."""
-    waiting, found = [typing.get_type_hints(cls, include_extras=True)[name]], []
+    waiting, found = [get_type_hints(cls, include_extras=True)[name]], []
     for annotation in waiting:
         found += getattr(annotation, '__metadata__', ())
         waiting += typing.get_args(annotation)
@@ -326,7 +329,7 @@ def annotations_of(cls, name):
 
 def accepted_types(cls, name):
     """A field's annotation as a flat list: types, and the values of a Literal."""
-    annotation = typing.get_type_hints(cls)[name]
+    annotation = get_type_hints(cls)[name]
     flat = []
     for part in [annotation] if isinstance(annotation, type) else typing.get_args(annotation):
         flat += typing.get_args(part) if typing.get_origin(part) is typing.Literal else [part]

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -154,17 +153,6 @@ def wait_until(condition, seconds=60):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-@contextmanager
-def ends_within(seconds):
-    """The process is killed where this context lasts longer, also in code that is not Python."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
 
 
 def free_port():

@@ -1,7 +1,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.profiler import ProfilerActivity, profile
 
 from model import GPT, GPTConfig, chunk_size, chunked_cross_entropy
 
@@ -57,37 +56,3 @@ def test_a_batch_without_any_target_has_a_loss_and_gradients_of_zero():
         loss = model(torch.randint(V, (2, 8)), torch.full((2, 8), -1))[1]
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         assert loss == 0 and not any(gradient.any() for gradient in gradients)
-
-
-def peak_bytes(call):
-    """Most that is held of what `call` allocates."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        result = call()
-    held = most = 0
-    for event in prof.profiler.kineto_results.events():
-        if event.name() == '[memory]':
-            held += event.nbytes()
-            most = max(most, held)
-    del result
-    return most
-
-
-@pytest.mark.slow  # Inductor and a C++ compiler take half a minute
-def test_a_compiled_loss_holds_one_chunk_at_a_time():
-    N, C, V, n = 512, 256, 4096, 128
-    head = torch.nn.Linear(C, V, bias=False)
-    x, targets = torch.randn(N, C, requires_grad=True), torch.randint(V - 30, (N,))
-
-    @torch.compile(fullgraph=True)
-    def compiled(x, head, targets):
-        with torch.autocast('cpu', dtype=torch.bfloat16):
-            return chunked_cross_entropy(x, head.weight, V - 30, targets, n)
-
-    def step():
-        return torch.autograd.grad(compiled(x, head, targets), (x, head.weight))
-
-    torch._dynamo.reset()
-    step()
-    weight, gradient, products = 2 * V * C, 4 * V * C, 2 * 2 * V * C
-    logits = 2 * n * V  # in bfloat16, and in their place their gradients
-    assert 0.9 < peak_bytes(step) / (weight + gradient + products + logits) < 1.05

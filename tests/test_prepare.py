@@ -7,17 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiktoken
 from helpers import SHARED, exit_code, fails, fork, shared_file
 
 import prepare
 from plaingpt.data import documents, encoding, inspection, tokenizer_choice
 from plaingpt.data.corpora import CORPORA, Corpus, find_standard_library
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.documents import Piece
-from plaingpt.data.splitting import SPLITS, Shares, split_by_hash
 from plaingpt.data.tokenizer_choice import choose_vocab_size
-from plaingpt.system.errors import UserError
 
 
 def meta_of(folder):
@@ -38,24 +34,6 @@ def test_tiny_shakespeare_is_nanogpts(tmp_path, monkeypatch):
         splits = meta_of(tmp_path / name)['splits']
         assert [splits[split]['tokens'] for split in ('train', 'val')] == counts
         assert ''.join(decoded(tmp_path / name, split) for split in splits) == source.read_text()
-
-
-def test_ids_are_those_of_tiktoken_and_the_end_of_text_stands_before_each_document(
-        tmp_path, monkeypatch):
-    if not (SHARED / 'tiktoken_cache').exists():
-        pytest.skip("tiktoken's files are not there (PLAINGPT_SHARED)")
-    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
-    texts = [f'document {i}: it’s über 99% 日本\n' * (i % 5 + 1) for i in range(200)]
-    (tmp_path / 'in.jsonl').write_text('\n'.join(json.dumps({'text': text}) for text in texts))
-    prepare.main(['text', f'--input={tmp_path}/in.jsonl', '--tokenizer=gpt2',
-                  f'--data_dir={tmp_path}/d'])
-    gpt2 = tiktoken.get_encoding('gpt2')
-    found = [*split_by_hash([Piece(text, True) for text in texts], Shares(0.1))]
-    texts = {split: [text for which, text, _ in found if which == split] for split in SPLITS[:2]}
-    for split, mine in texts.items():
-        ids = open_dataset(tmp_path / 'd').split(split, in_ram=True).ram.tolist()
-        assert ids == [i for text in mine for i in (50256, *gpt2.encode_ordinary(text))]
-        assert meta_of(tmp_path / 'd')['splits'][split]['documents'] == len(mine) > 5
 
 
 def test_the_standard_library_comes_without_its_tests_and_what_was_installed_later():
@@ -182,22 +160,6 @@ def test_inspect_prints_what_is_there(lines_data, capsys):
     out = capsys.readouterr().out
     assert f'train_000000.bin to {about["files"][-1]["name"]}: {about["tokens"]:,} tokens' in out
     assert 'corpus: text' in out and 'no damage found' in out
-
-
-def spoil(path, at, value):
-    tokens = np.fromfile(path, '<u2')
-    tokens[at] = value
-    tokens.tofile(path)
-
-
-@pytest.mark.parametrize(('harm', 'words'), [
-    (lambda d: spoil(d / 'val.bin', 3, 256), 'another checksum'),
-    (lambda d: (d / 'train_000001.bin').write_bytes(b'\0\0' * 9), 'train_000001.bin: 9 tokens'),
-    (lambda d: (d / 'train_000001.bin').unlink(), 'train_000001.bin: No such file')])
-def test_inspect_finds_what_is_wrong(harm, words, lines_data):
-    harm(lines_data)
-    with pytest.raises(UserError, match=words):
-        prepare.main(['inspect', str(lines_data)])
 
 
 # -----------------------------------------------------------------------------

@@ -261,17 +261,6 @@ def test_what_is_no_config_file_is_told_what_it_may_be(tmp_path, monkeypatch):
         assert words in message and others not in message and '\n' not in message, argv
 
 
-def test_a_mistake_of_the_command_line_is_told_before_a_run_is_looked_for(tmp_path, monkeypatch):
-    def read_saved(values):
-        raise UserError('out: no checkpoint there')
-
-    monkeypatch.chdir(tmp_path)
-    Path('out-2/checkpoints').mkdir(parents=True)
-    for argv, words in ((['out-2', '--init_from=resume'], 'out-2 is a run'), ([], 'no checkpoint')):
-        with pytest.raises(UserError, match=words):
-            load_config(TrainConfig, argv, read_saved=read_saved)
-
-
 def test_a_recipe_is_found_from_any_folder_and_a_file_of_ones_own_comes_first(
         tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -281,9 +270,6 @@ def test_a_recipe_is_found_from_any_folder_and_a_file_of_ones_own_comes_first(
     (tmp_path / 'config').mkdir()
     (tmp_path / 'config/tiny.py').write_text('dataset = "mine"')
     assert load('config/tiny.py').dataset == 'mine'
-    (tmp_path / 'config/quickstart.py').symlink_to('gone')  # theirs, although it is broken
-    with pytest.raises(UserError, match=r'^config file config/quickstart\.py: No such file'):
-        load('config/quickstart.py')
     with pytest.raises(UserError, match=r'other/tiny\.py: No such file'):
         load('other/tiny.py')
 

@@ -15,6 +15,7 @@ def test_what_is_compared_and_with_what_is_asked_for(capsys, monkeypatch):
         assert said in fails(capsys, monkeypatch, compare.main, *words.split()), words
 
 
+@pytest.mark.slow
 def test_tokens_are_generated_beside_transformers(monkeypatch, capsys):
     pytest.importorskip('transformers')
     monkeypatch.setattr(compare, 'SHAPES', {'tiny': GPTConfig(128, 65, 2, 2, 32)})

@@ -159,10 +159,12 @@ class StopRequest:
     def agreed_signal(self):
         """The name of the signal that any of the processes received, or None; the same on all.
         All must call this at the same points."""
-        number = torch.tensor(int(self.signal or 0))
+        number = int(self.signal or 0)
         if self.group is not None:
-            dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
-        return signal.Signals(int(number)).name if number else None
+            highest = torch.tensor(number)
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
+            number = int(highest)
+        return signal.Signals(number).name if number else None
 
     def raise_if_stopped(self):
         """Raise Stopped if the run is to stop, on all processes."""

@@ -300,7 +300,7 @@ def train(run):
             if not progress.evaluated and evaluation_is_due(run):
                 with suppress(Stopped):  # a signal ends it, and then nothing of it is logged
                     evaluate(run)
-            ending = run.stop.agreed_signal() or ending_of(run)
+            ending = run.stop.signal_at_step() or ending_of(run)
             if ending or save_is_due(run):
                 save(run)
                 ending = ending or run.guard.gave_up  # save() may have set it

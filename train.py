@@ -48,8 +48,8 @@ from plaingpt.training.averaging import averaged, go_on
 from plaingpt.training.checkpoint import KEPT, Saver
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.evaluation import Watching, check_tasks, evaluated_bytes, mean_loss
+from plaingpt.training.memory_check import fit_to_memory
 from plaingpt.training.optimizers import build_optimizer
-from plaingpt.training.out_of_memory import fit_to_memory
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.settings import WITHOUT_EFFECT, TrainConfig
 from plaingpt.training.start import (

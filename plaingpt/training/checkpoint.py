@@ -227,7 +227,7 @@ def iteration_of(path):
 
 def open_checkpoint(path):
     """Open a checkpoint directory, and read its state.json only. Raises UserError."""
-    return Checkpoint(path, as_today(read_state(path), path))
+    return Checkpoint(path, with_known_fields(read_state(path), path))
 
 
 def read_state(path):
@@ -243,7 +243,7 @@ def read_state(path):
     return LATER | {RENAMED.get(key, key): value for key, value in state.items()}
 
 
-def as_today(state, path):
+def with_known_fields(state, path):
     """state.json of an earlier version, with the model as this one would have written it. Raises
     UserError where it has what this version does not compute with, such as conv_bias=True."""
     if state['format_version'] != FORMAT_VERSION:

@@ -42,7 +42,7 @@ TRACES = {}  # those made in this process
 
 
 def one_step(shape, config, dtype, device, *, accumulating, chunk='auto', sharded=False,
-              tracker=None, begin=lambda phase: None):
+             tracker=None, begin=lambda phase: None):
     """The last micro-batch of a step of a new GPT, and its update, as training makes them.
 
     accumulating: whether earlier micro-batches left gradients; chunk: tokens that have logits at

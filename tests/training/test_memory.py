@@ -16,7 +16,7 @@ from model import GPT, GPTConfig
 from plaingpt.system.devices import rng_state
 from plaingpt.system.formatting import GIB
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import memory, out_of_memory
+from plaingpt.training import memory, memory_check
 from plaingpt.training.memory import predict
 from plan import PlanConfig
 
@@ -196,13 +196,13 @@ def test_where_no_plan_is_made_it_would_have_said_that_it_fits():
     for shape in (SMALL, replace(UNTIED, value_embeddings=True), logits):
         config = settings(shape, 8, 2, 8)
         assert predict(shape, config, 'float32', 'cuda').peak \
-            < 4 * out_of_memory.rough_bytes(shape, 8), shape
+            < 4 * memory_check.rough_bytes(shape, 8), shape
 
 
 @pytest.fixture
 def free(monkeypatch):
     """free(bytes): so many are free from now on."""
-    return lambda size: monkeypatch.setattr(out_of_memory, 'device_memory', lambda *_: size)
+    return lambda size: monkeypatch.setattr(memory_check, 'device_memory', lambda *_: size)
 
 
 TINY = GPTConfig(16, 93, 2, 2, 32, bias=False)

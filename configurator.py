@@ -91,13 +91,15 @@ def defaults(cls):
 def read_arguments(cls, argv, saved, place='in the checkpoint'):
     """→ ({name: value} of all fields, [problem]): the defaults, what was saved at a `place`,
     then the command line from left to right."""
-    values, problems, unknown = defaults(cls), [], {}
+    values, problems, old_words = defaults(cls), [], {}
 
     def take(name, value, where):
         if name not in values:
-            unknown[name] = value, where
-        else:
-            check_and_set(cls, values, name, value, where, problems)
+            from plaingpt.system.removed import REMOVED
+            if name in REMOVED:
+                old_words[name] = value, where
+                return
+        check_and_set(cls, values, name, value, where, problems)
 
     for name, value in saved.items():
         take(name, value, place)
@@ -117,11 +119,10 @@ def read_arguments(cls, argv, saved, place='in the checkpoint'):
         else:
             for found in read_file(arg, values, options_of(cls, argv[i + 1:]), problems):
                 take(*found)
-    if unknown:
+    for name, (value, where) in old_words.items():  # last: they may need others' values
         from plaingpt.system.removed import replace_removed
-        for name, (value, where) in unknown.items():  # last: they may need others' values
-            for key, its_value in replace_removed(name, value, where, values, problems).items():
-                check_and_set(cls, values, key, its_value, where, problems)
+        for key, its_value in replace_removed(name, value, where, values, problems).items():
+            check_and_set(cls, values, key, its_value, where, problems)
     return values, problems
 
 

@@ -234,8 +234,9 @@ def test_all_problems_are_reported_at_once(tmp_path):
         load(a, '--dropout=high', '--n_head', '--momentum=2')
     lines = str(error.value).splitlines()
     assert len(lines) == 5
-    for key in ('bach_size', 'n_layer', 'dropout', 'n_head', 'momentum'):
-        assert sum(key in line for line in lines) == 1
+    keys = ('bach_size', 'n_layer', 'dropout', 'n_head', 'momentum')
+    for key, line in zip(keys, lines, strict=True):
+        assert key in line
 
 
 def test_accumulation_that_does_not_divide_by_the_processes_is_an_error(monkeypatch):

@@ -180,10 +180,7 @@ def in_todays_words(settings, source, unknown=False):
 
 def replace_removed(name, value, where, values, problems):
     """What a setting of an earlier version says now, {setting: value}, among the `values` of a
-    command. Where nothing says it, a problem tells what to use. A name that never was a setting
-    stays as it is."""
-    if name not in REMOVED:
-        return {name: value}
+    command. Where nothing says it, a problem tells what to use."""
     old, now = REMOVED[name], says_now(name, value, values)
     if old.is_left_out and 'max_iters' in values:
         warn_once(f'{name} {where} is left out: {old.use}')

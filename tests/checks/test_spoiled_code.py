@@ -20,6 +20,7 @@ from plaingpt.system.errors import UserError
 from plaingpt.training import (
     checkpoint,
     optimizers,
+    schedules,
     step_guard,
 )
 
@@ -54,6 +55,11 @@ def attention_is_not_causal(patch):
     attention_with_mask(patch, lambda T: None)
 
 
+@fails('the future is hidden', n_layer=1)
+def mask_lets_one_later_token_through(patch):
+    attention_with_mask(patch, lambda T: torch.ones(T, T, dtype=torch.bool).tril(1))
+
+
 @fails('the future is hidden', block_size=64)
 def future_leaks_late_in_the_sequence(patch):
     attention_with_mask(patch, lambda T: torch.ones(T, T, dtype=torch.bool).tril()
@@ -72,6 +78,11 @@ def reading_targets(patch, when):
         logits = self.logits(x)
         return logits, None if targets is None else model.cross_entropy(logits, targets)
     patch(model.GPT, 'forward', lambda _: forward)
+
+
+@fails('the future is hidden')
+def targets_are_read(patch):
+    reading_targets(patch, lambda gpt: True)
 
 
 @fails('the future is hidden', tied_head=False, zero_init=True)
@@ -103,6 +114,11 @@ def residual_connection_is_missing(patch):
           self.mlp(self.ln_2(x + self.attn(self.ln_1(x), *rest))))
 
 
+@fails('sequences and documents are apart')
+def rows_share_a_norm(patch):
+    patch(model.MLP, 'forward', lambda forward: lambda self, x: forward(self, x - x.mean(dim=0)))
+
+
 @fails('sequences and documents are apart', batch_size=6)
 def rows_of_large_batches_share_a_norm(patch):
     patch(model.MLP, 'forward', lambda forward: lambda self, x:
@@ -121,6 +137,14 @@ def rotary_is_not_applied(patch):
 
 # -----------------------------------------------------------------------------
 # gradients and the loss
+
+
+@fails('every weight gets a gradient')
+def detached_before_each_mlp(patch):
+    def forward(self, x, *rest):
+        x = (x + self.attn(self.ln_1(x), *rest)).detach()
+        return x + self.mlp(self.ln_2(x))
+    patch(model.Block, 'forward', lambda _: forward)
 
 
 @fails('the gradient is true')
@@ -226,6 +250,11 @@ def same_batch_each_step(patch):
     patch(BatchLoader, 'sequence_ids', lambda ids: lambda self, step, micro: ids(self, 0, micro))
 
 
+@fails('an epoch reads every sequence once')
+def same_micro_batch(patch):
+    patch(BatchLoader, 'sequence_ids', lambda ids: lambda self, step, micro: ids(self, step, 0))
+
+
 @fails('batches are what the files hold')
 def sequences_at_random(patch):
     patch(BatchLoader, 'sequence_ids', lambda _: lambda self, step, micro:
@@ -238,8 +267,19 @@ def targets_not_shifted(patch):
 
 
 @fails('batches are what the files hold')
+def targets_shifted_by_two(patch):
+    change_batches(patch, lambda idx, targets: (idx, targets.roll(-1, dims=1)))
+
+
+@fails('batches are what the files hold')
 def tokens_left_out(patch):
     change_batches(patch, lambda idx, targets: (idx.clamp(min=3), targets))
+
+
+@fails('batches are what the files hold')
+def splits_are_swapped(patch):
+    patch(train, 'open_batches', lambda opened: lambda *arguments:
+          opened(*arguments)[::-1])
 
 
 @fails('batches are what the files hold')
@@ -275,6 +315,12 @@ def epoch_of_little_text(patch):
 
 # -----------------------------------------------------------------------------
 # evaluations
+
+
+@fails('an evaluation reads every sequence once')
+def last_batch_dropped(patch):
+    patch(BatchLoader, 'eval_batches', lambda batches_of: lambda *arguments:
+          batches_of(*arguments)[:-1])
 
 
 @fails('an evaluation reads every sequence once')
@@ -323,6 +369,12 @@ def weights_held(patch):
 @fails('the learning rate lasts', lr_decay_iters=15, min_lr=0.0)
 def rate_gone_at_iteration_15(patch):
     pass
+
+
+@fails('the learning rate lasts', lr_schedule='linear', max_iters=1000, lr_decay_iters=1000)
+def schedule_of_another_unit(patch):
+    patch(schedules, 'SCHEDULES', lambda table: {**table, 'linear': lambda it, config:
+                                                 config.learning_rate * max(0.0, 1 - it / 100)})
 
 
 @pytest.mark.parametrize('spoil, check, settings', SPOILED)

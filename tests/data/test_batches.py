@@ -127,6 +127,13 @@ def test_a_resumed_loader_counts_what_steps_of_another_size_took(tmp_path):
     assert loader.sequence_ids(5, 0).tolist() == [100, 101, 102, 103]
 
 
+def test_targets_are_the_next_tokens(tmp_path):
+    loader = BatchLoader(stream(tmp_path, np.arange(1000)), 8, 4)
+    idx, targets = loader.train_batch(3, 0)
+    assert idx.dtype == targets.dtype == torch.int64
+    assert torch.equal(targets, idx + 1)
+
+
 def test_sequences_run_over_from_file_to_file(tmp_path):
     tokens = np.arange(100)
     for in_ram in (False, True):

@@ -18,7 +18,6 @@ import math
 import os
 import re
 import shutil
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -100,34 +99,34 @@ class Checkpoint:
         """Copy the weights into a GPT of this shape. It may read fewer positions and know more
         tokens: each new token begins as the mean of the old ones. If it is sharded, each process
         reads its own rows. Raises UserError where weights are damaged or misfit."""
-        tensors, wanted = self._tensors('model'), dict(model.named_parameters())
+        shapes, wanted = self._shapes('model'), dict(model.named_parameters())
         old, new = self.state['model']['vocab_size'], model.config.vocab_size
         grows = {name for name in wanted if new > old and name.endswith(ROW_PER_TOKEN)}
-        for name in [*wanted, *tensors]:
+        for name in [*wanted, *shapes]:
             start = 1 if name in grows or name == 'transformer.wpe.weight' else 0
-            if name not in wanted or name not in tensors \
-                    or wanted[name].shape[start:] != shape_of(tensors[name])[start:]:
+            if name not in wanted or name not in shapes \
+                    or wanted[name].shape[start:] != shapes[name][start:]:
                 raise UserError(f'{self.path}: {name!r} there does not fit this model: it holds '
                                 'another architecture')
-        for name, parts in tensors.items():
-            for first, rows in parts:
-                copy_rows(wanted[name], first, rows)
+        known = {name: [] for name in grows}  # the rows of old tokens
+        for name, first, rows in self._parts('model'):
+            copy_rows(wanted[name], first, rows)
             if name in grows:
-                known = torch.cat([rows[:] for _, rows in parts])[:old]
-                begin_new_tokens(wanted[name], known.mean(0), old, new)
+                known[name].append(rows[:])
+        for name, parts in known.items():
+            begin_new_tokens(wanted[name], torch.cat(parts)[:old].mean(0), old, new)
 
     @torch.no_grad()
     def load_optimizer(self, optimizer, model):
         """Load the optimizer's states into one that was made for `model`. Its settings stay as they
         are. Raises UserError where the states are damaged."""
-        parameters = dict(model.named_parameters())
-        for entry, parts in self._tensors('optimizer').items():
+        shapes, parameters = self._shapes('optimizer'), dict(model.named_parameters())
+        for entry, first, rows in self._parts('optimizer'):
             name, _, key = entry.partition('/')
             p, state = parameters[name], optimizer.state[parameters[name]]
             if key not in state:
-                state[key] = empty_state(p, parts)
-            for first, rows in parts:
-                copy_rows(state[key], first, rows)
+                state[key] = empty_state(p, shapes[entry], rows)
+            copy_rows(state[key], first, rows)
 
     def verify(self, kinds):
         """Compare the chunks of these kinds with their checksums, once. Raises UserError, which
@@ -142,31 +141,31 @@ class Checkpoint:
                 raise UserError(f'{path} is damaged: it is not what was written')
         self.verified.update(kinds)
 
-    def _tensors(self, kind):
-        """{name: [(first row, rows on disk), …]} of all tensors of a kind. Raises UserError where
-        a chunk is damaged."""
+    def _parts(self, kind):
+        """Yield (name, first row, rows on disk) of each tensor, or part of one, of a kind. Raises
+        UserError where a chunk is damaged."""
         self.verify([kind])
-        found = defaultdict(list)
         for chunk in self.state['chunks']:
             if chunk['kind'] == kind:
-                file = safe_open(self.path / chunk['name'], framework='pt')
-                for key in file.keys():  # noqa: SIM118  (it is no dict)
-                    name, first, _ = PART.fullmatch(key).groups()
-                    found[name].append((int(first or 0), file.get_slice(key)))
-        return found
+                with safe_open(self.path / chunk['name'], framework='pt') as file:
+                    for key in file.keys():  # noqa: SIM118  (it is no dict)
+                        name, first, _ = PART.fullmatch(key).groups()
+                        yield name, int(first or 0), file.get_slice(key)
+
+    def _shapes(self, kind):
+        """{name: shape} of all tensors of a kind."""
+        shapes = {}
+        for name, first, rows in self._parts(kind):
+            shape = rows.get_shape()
+            if shape:  # a tensor has as many rows as its last part ends with
+                shape[0] = max(first + shape[0], *shapes.get(name, shape)[:1])
+            shapes[name] = torch.Size(shape)
+        return shapes
 
 
-def shape_of(parts):
-    """The shape of a tensor of which these are all rows."""
-    first, rows = max(parts, key=itemgetter(0))
-    shape = rows.get_shape()
-    return torch.Size([first + shape[0], *shape[1:]] if shape else [])
-
-
-def empty_state(p, parts):
+def empty_state(p, shape, rows):
     """An empty tensor for an optimizer's state of the parameter p, sharded like it if both have the
     same number of rows."""
-    shape, (_, rows) = shape_of(parts), parts[0]
     dtype = (rows[0:0] if shape else rows[...]).dtype
     if not (is_sharded(p) and shape and shape[0] == len(p)):
         return torch.empty(shape, dtype=dtype, device=p.device)

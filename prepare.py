@@ -28,8 +28,14 @@ from plaingpt.data.encoding import write_tokens
 from plaingpt.data.inspection import inspect
 from plaingpt.data.shards import read_progress, write_dataset
 from plaingpt.data.splitting import VAL_CHARS, Shares
-from plaingpt.data.tokenizer_choice import borrow_tokenizer, checksum, is_dataset, learn_tokenizer
-from plaingpt.data.tokenizers import is_chat, is_name
+from plaingpt.data.tokenizer_choice import (
+    borrow_tokenizer,
+    checksum,
+    is_dataset,
+    is_name,
+    learn_tokenizer,
+)
+from plaingpt.data.tokenizers import is_chat
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import quoted
 from plaingpt.system.machine import allowed_cpus

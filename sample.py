@@ -16,8 +16,8 @@ from functools import partial
 from typing import Annotated, Literal
 
 from configurator import load_config
-from plaingpt.inference.text_generator import Sampling, list_stops
-from plaingpt.system.errors import UserError, print_text, run_script
+from plaingpt.inference.text_generator import Sampling, list_stops, print_text
+from plaingpt.system.errors import UserError, run_script
 from plaingpt.training.open_weights import GeneratorChoice, open_generator
 
 

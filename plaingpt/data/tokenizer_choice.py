@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from contextlib import closing
 from functools import lru_cache
 from itertools import chain
@@ -13,11 +14,12 @@ from plaingpt.data.chat_tokenizer import as_chat
 from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.data.documents import place_to_cut
 from plaingpt.data.foreign_tokenizer import FILES_OF_TOKENIZER, download, read_tokenizer
-from plaingpt.data.tokenizers import NAMES, BPETokenizer, CharTokenizer
+from plaingpt.data.tokenizers import BPETokenizer, CharTokenizer
 from plaingpt.system.errors import UserError, progress_bar
 from plaingpt.system.files import is_hub_name, read_json
 from plaingpt.system.formatting import short
 
+NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'  # those that need no file
 BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
 BPE_SAMPLE_CHARS = 50_000_000  # a bpe tokenizer is trained on about this much text at most
 BLOCK_CHARS = 4096  # of a sample
@@ -46,6 +48,11 @@ def borrow_tokenizer(name, for_chat=False):
     if found['kind'] == 'foreign' and for_chat:
         found = as_chat(found, name)
     return tokenizers.from_json(found)
+
+
+def is_name(name):
+    """True for one of NAMES, and for 'auto'."""
+    return re.fullmatch(r'auto|char|byte|gpt2|bpe(:[0-9]+)?', name) is not None
 
 
 def is_dataset(name):

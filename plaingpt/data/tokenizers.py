@@ -11,14 +11,10 @@ Ids that stand for no text are written as numbers.
     tokenizer.to_json()      all of it as a JSON object, from which from_json makes it again
 """
 
-import re
-
 import numpy as np
 
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import join_halves
-
-NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'  # those that need no file
 
 
 class UnknownCharacter(UserError):
@@ -175,11 +171,6 @@ class BPETokenizer(BytePairTokenizer):
     def to_json(self):
         # Latin-1 maps the 256 bytes to the first 256 characters, so that JSON can hold them.
         return {'kind': 'bpe', 'tokens': [token.decode('latin-1') for token in self.tokens]}
-
-
-def is_name(name):
-    """True for one of NAMES, and for 'auto'."""
-    return re.fullmatch(r'auto|char|byte|gpt2|bpe(:[0-9]+)?', name) is not None
 
 
 def from_json(description):

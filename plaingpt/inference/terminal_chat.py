@@ -3,7 +3,8 @@
 from contextlib import suppress
 
 from plaingpt.data.tokenizers import is_chat
-from plaingpt.system.errors import UserError, print_text
+from plaingpt.inference.text_generator import print_text
+from plaingpt.system.errors import UserError
 
 BASE_MODEL = 'this model was not tuned on conversations: it goes on from what you type'
 

@@ -1,6 +1,7 @@
 """Prompts → texts, in pieces as they come: a model with its tokenizer."""
 
 import codecs
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from configurator import checked
 from plaingpt.data.tokenizers import is_chat
 from plaingpt.inference.generation import generate
 from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import printable
 
 KNOWN_CHARACTERS = 'write with characters of the training text'
 Natural = Annotated[int, 'at least 0']
@@ -28,6 +30,11 @@ class Sampling:
     top_p: Annotated[float, 'above 0 and at most 1'] = 1.0  # the likeliest that add up to this
     repetition_penalty: Annotated[float, 'above 0'] = 1.0  # above 1: earlier tokens are less likely
     seed: Natural = 1337  # of the random numbers; the same seed gives the same text
+
+
+def print_text(text, end='\n'):
+    """Print what a model wrote. In a terminal, control characters are written out as text."""
+    print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def list_stops(stop):

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from plaingpt.system.formatting import printable
 from plaingpt.system.machine import cores_shared, limit_threads
 
 
@@ -37,11 +36,6 @@ def print_line(line, file=None):
         tqdm.write(line, file=file)
     except OSError:
         discard(file)
-
-
-def print_text(text, end='\n'):
-    """Print what a model wrote. In a terminal, control characters are written out as text."""
-    print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def discard(stream):

@@ -44,11 +44,6 @@ def shown(path):
     return printable(str(path)).replace('\n', '\\n')
 
 
-def listed(words):
-    """['a', 'b', 'c'] → 'a, b and c'"""
-    return ' and '.join(filter(None, (', '.join(words[:-1]), words[-1])))
-
-
 def count_of(number, noun):
     """(1, 'byte') → '1 byte', (2000, 'byte') → '2,000 bytes'."""
     return f'{number:,} {noun}{"" if number == 1 else "s"}'

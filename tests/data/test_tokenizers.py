@@ -1,8 +1,7 @@
-"""Each tokenizer gives any text back; byte pairs are tiktoken's, with gigatoken and without it."""
+"""Each tokenizer gives any text back; byte pairs are tiktoken's."""
 
 import json
 import socket
-import sys
 
 import numpy as np
 import pytest
@@ -10,8 +9,6 @@ from helpers import SHARED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plaingpt.data import gigatoken
-from plaingpt.data.gigatoken import NEW_CHARACTERS, fast_encode
 from plaingpt.data.tokenizer_choice import make_tokenizer, train_bpe
 from plaingpt.data.tokenizers import (
     ByteTokenizer,
@@ -95,35 +92,6 @@ def test_any_text_comes_back_from_bpe_and_is_never_a_control_token(text):
 def test_half_a_character_becomes_a_replacement_character(text):
     whole = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
     assert BPE.decode(BPE.encode(text)) == whole
-
-
-def test_gigatoken_gives_the_ids_of_tiktoken_for_each_character_that_it_gets(gpt2, monkeypatch):
-    pytest.importorskip('gigatoken')
-    monkeypatch.setattr(gigatoken, 'RENEWAL_BYTES', 10_000)
-    encode = fast_encode(gpt2)
-    assert encode != gpt2.encode
-    characters = [chr(i) for i in range(0x110000)
-                  if not 0xd800 <= i < 0xe000 and not NEW_CHARACTERS.match(chr(i))]
-    assert len(characters) > 65_000
-    for i in range(0, len(characters), 1024):
-        # letters, digits and white space keep together differently from all others
-        text = ''.join(f"\n{c}'s{c}1 " for c in characters[i:i + 1024])
-        assert np.array_equal(encode(text), gpt2.encode(text)), characters[i]
-    assert np.array_equal(encode('\U00020000 \ud800'), gpt2.encode('\U00020000 \ud800'))
-
-
-def test_other_ids_of_gigatoken_are_noticed_and_without_it_tiktoken_does_the_work(monkeypatch):
-    class Wrong:
-        def from_tiktoken(path, pattern):
-            return Wrong()
-
-        def encode(self, data):
-            return np.zeros(len(data))
-
-    with pytest.raises(UserError, match='do without gigatoken'):
-        gigatoken.Gigatoken(BPE, Wrong).encode('the cat')
-    monkeypatch.setitem(sys.modules, 'gigatoken.gigatoken_rs', None)
-    assert fast_encode(BPE) == BPE.encode
 
 
 # -----------------------------------------------------------------------------

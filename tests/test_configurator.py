@@ -37,13 +37,6 @@ def test_arguments_apply_from_left_to_right(tmp_path):
     assert load('--batch_size=5', a).batch_size == 3
 
 
-def test_a_config_file_computes_from_the_values_it_finds(tmp_path):
-    a = write(tmp_path / 'a.py', 'min_lr = learning_rate / 10\nmax_iters = max_iters * 2\n')
-    config = load('--learning_rate=0.5', a)
-    assert config.min_lr == 0.05
-    assert config.max_iters == 2 * TrainConfig.max_iters
-
-
 def test_the_end_of_the_learning_rate_follows_what_it_depends_on(tmp_path):
     plain = write(tmp_path / 'a.py', 'learning_rate = 1e-3\nmax_iters = 500\nwarmup_iters = 10\n')
     computed = write(tmp_path / 'b.py', plain.read_text() + 'def tenth(x): return x / 10\n'

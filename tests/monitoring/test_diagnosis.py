@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
-from helpers import in_the_loop, options
+from helpers import options
 
 import train
 from model import Block
@@ -137,19 +137,9 @@ def test_a_run_says_what_goes_wrong_once(monkeypatch, diagnosed, capsys):
     found = diagnosed(n_layer=3, max_iters=60, lr_decay_iters=60, learning_rate=3e-2,
                       tied_head=False)
     assert found >= {'implausible', 'no_gradient'}
-    assert capsys.readouterr().out.count('diagnosis: ') == len(found)
-
-
-def test_weights_that_do_not_move_are_named_at_the_first_evaluation_after_the_start(
-        monkeypatch, diagnosed, capsys):
-    def held(gpt, optimizer, *rest):
-        for group in optimizer.param_groups:
-            group['lr'] *= 0
-        return update(gpt, optimizer, *rest)
-    update = train.update
-    in_the_loop(monkeypatch, update=held)
-    assert 'unmoved' in diagnosed(max_iters=4, eval_interval=2, optimizer='sgd')
-    assert 'diagnosis: the evaluation at iteration 2 gives' in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.count('diagnosis: ') == len(found)
+    assert out.index('diagnosis: ') < out.index('iter 31 |')  # when it is evaluated
 
 
 def test_a_healthy_run_gives_no_alarm(diagnosed):

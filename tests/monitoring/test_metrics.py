@@ -126,15 +126,6 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
     assert path.read_text() == steps
 
 
-def test_other_ranks_write_nothing(tmp_path, capsys):
-    quiet = new(tmp_path, world=(2, False))
-    quiet.begin(0)
-    quiet.step(1, 1.0, 1.0, 1.0)
-    quiet.evaluation(1, 1.0, 1.0, best=True)
-    quiet.close()
-    assert not quiet.path.exists() and capsys.readouterr().out == ''
-
-
 def test_a_backend_or_a_disk_that_fails_stops_no_training(metrics, capsys):
     class Broken:
         name = 'broken'

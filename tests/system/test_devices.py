@@ -8,7 +8,6 @@ from plaingpt.system.devices import (
     choose_compile,
     choose_device,
     choose_dtype,
-    mfu,
     prepare_device,
 )
 from plaingpt.system.errors import UserError
@@ -72,12 +71,6 @@ def test_memory_grows_in_place_unless_the_environment_says_otherwise(monkeypatch
     monkeypatch.setenv('PYTORCH_CUDA_ALLOC_CONF', 'max_split_size_mb:64')
     prepare_device(torch.device('cuda'))
     assert len(asked) == 1
-
-
-def test_utilisation_is_known_only_where_the_peak_is():
-    assert mfu(1e12, 'cpu', 'bfloat16') is None
-    assert mfu(1e12, 'NVIDIA A100-SXM4-80GB', 'float32') is None
-    assert mfu(156e12, 'NVIDIA A100-SXM4-80GB', 'bfloat16') == 0.5
 
 
 def test_a_peak_is_that_of_the_gpu_that_cuda_names_and_never_a_guess():

@@ -6,8 +6,7 @@ import pytest
 from helpers import ROOT, fails, run
 
 import train
-from plaingpt.system.errors import UserError
-from plaingpt.system.files import append_line, lock_output_dir, make_writable
+from plaingpt.system.files import append_line, lock_output_dir
 
 
 def test_a_line_does_not_continue_half_of_another(tmp_path):
@@ -28,12 +27,6 @@ def test_a_line_that_the_disk_refuses_is_told(capsys):
 def test_a_disk_that_fills_up_loses_nothing():
     out = run(ROOT / 'tools/torture.py', 'disks', '--disks=1', '--seed=3')
     assert 'nothing was lost' in out and 'disks: 1 rounds' in out
-
-
-def test_a_folder_where_nothing_can_be_written_is_a_mistake(tmp_path):
-    (tmp_path / 'README.md').touch()
-    with pytest.raises(UserError, match=r'out_dir=\S*README\.md: cannot write there'):
-        make_writable(tmp_path / 'README.md')
 
 
 # -----------------------------------------------------------------------------

@@ -83,6 +83,7 @@ def test_a_run_is_the_same_however_its_steps_are_shared_out(recipe, way, whole, 
     processes, settings = WAYS[way]
     launch(train.main, processes, tmp_path, *TINY, *STEP, *RECIPES[recipe], *settings,
                     f'--out_dir={tmp_path}/out')
+    assert not any('iter ' in log.read_text() for log in tmp_path.glob('log[12]'))  # rank 0 tells
     for key in ('loss', 'grad_norm', 'train_loss', 'val_loss'):
         one, other = ([line[key] for line in lines(out, key)] for out in (whole, tmp_path / 'out'))
         assert other == pytest.approx(one, abs=1e-5), key

@@ -118,17 +118,6 @@ def test_a_run_that_patience_ended_stays_ended_until_told_otherwise(tiny, tmp_pa
 # the settings of a resumed run
 
 
-def test_a_run_goes_on_by_its_folder_alone_to_the_same_bits(tiny, tmp_path):
-    tiny = [*tiny, '--dropout=0.2', '--learning_rate=3e-3', '--seed=5', '--eval_interval=2']
-    train.main(tiny)
-    half = f'--out_dir={tmp_path}/half'
-    train.main([*tiny, '--max_iters=3', '--lr_decay_iters=6', half])
-    train.main(['--init_from=resume', half, '--max_iters=6'])
-    assert same(weights(tmp_path / 'half'), weights(tmp_path / 'out'))
-    assert [(row['iter'], row['loss']) for row in lines(tmp_path / 'half', 'loss')] \
-        == [(row['iter'], row['loss']) for row in lines(tmp_path / 'out', 'loss')]
-
-
 def test_what_the_command_line_says_changes_the_settings_of_the_run_and_what_follows_from_them(
         out, tmp_path, capsys):
     (tmp_path / 'more.py').write_text('max_iters = max_iters + 1\ngrad_clip = grad_clip / 2\n')
@@ -223,15 +212,6 @@ def test_a_run_that_is_refused_leaves_the_earlier_one_as_it_was(tiny, earlier):
             train.main([*tiny, wrong])
     train.main([*tiny, '--check=True'])
     assert contents(earlier) == before
-
-
-def test_a_new_run_has_all_its_rows_and_the_earlier_one_all_its_files(tiny, earlier):
-    before = contents(earlier)
-    train.main([*tiny, '--seed=2', '--eval_interval=100'])
-    assert contents(earlier / 'old-001') == before
-    assert [row['iter'] for row in lines(earlier, 'val_loss')] == [0, 6]
-    assert [row['iter'] for row in lines(earlier, 'lr')] == [1, 2, 3, 4, 5, 6]
-    assert json.loads((earlier / 'run.json').read_text())['config']['seed'] == 2
 
 
 # -----------------------------------------------------------------------------

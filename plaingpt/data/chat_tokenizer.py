@@ -20,6 +20,7 @@ from plaingpt.data.foreign_tokenizer import (
     find_template,
     parse_object,
 )
+from plaingpt.data.tokenizers import Tokenizer
 from plaingpt.system.errors import UserError, warn
 from plaingpt.system.formatting import one_line
 
@@ -48,7 +49,7 @@ PLAIN_TEMPLATES = {  # for models whose own template cannot be used, by the toke
 TOLD = (  # before a template: what the system says where a conversation does not begin with it
     "{{% if not messages or messages[0]['role'] != 'system' %}}"
     "{{% set messages = [{{'role': 'system', 'content': {}}}] + messages %}}{{% endif %}}")
-MARK = '\ue000'  # a private character that stands for a text
+MARK = '\ufdd0'  # no character of any text: Unicode leaves it to programs
 USER, ANSWER = {'role': 'user', 'content': MARK}, {'role': 'assistant', 'content': MARK}
 
 
@@ -103,7 +104,7 @@ def compile_template(template):
     return environment.from_string(template)
 
 
-class ChatTokenizer:
+class ChatTokenizer(Tokenizer):
     """`base`'s vocabulary and a template; without one our SPECIAL_TOKENS come behind it.
 
     Text never becomes a control token: text that spells a name is encoded as text.
@@ -158,25 +159,20 @@ class ChatTokenizer:
         except Exception as e:  # a template can raise anything
             raise UserError(f'its chat template cannot be used ({one_line(e)[:100]})') from None
 
-    def encode_parts(self, text, mark=''):
-        """What the template wrote → [ids of a text, or of one control token]. The texts are without
-        `mark`."""
+    def encode_parts(self, text):
+        """What the template wrote → [ids of a text, or of one control token]."""
         parts = enumerate(self.control.split(text))  # texts and control tokens in turn
-        return [self.arrays[part] if i % 2 else self.encode(part.replace(mark, ''))
+        return [self.arrays[part] if i % 2 else self.encode(part.replace(MARK, ''))
                 for i, part in parts if part]
 
-    def ids_of(self, text, mark=''):
-        return np.concatenate([[], *self.encode_parts(text, mark)]).astype(np.int64)
+    def ids_of(self, text):
+        return np.concatenate([[], *self.encode_parts(text)]).astype(np.int64)
 
     def guard(self, messages):
-        """→ (messages in whose texts a mark breaks the names of control tokens, the mark)"""
-        texts = ''.join(message['content'] for message in messages)
-        if not self.control.search(texts):
-            return messages, ''
-        mark = next(char for char in map(chr, range(0xe000, 0xf8ff)) if char not in texts)
+        """Messages in whose texts MARK breaks the names of control tokens."""
         return [{**message, 'content': self.control.sub(
-            lambda name: name[0][0] + mark + name[0][1:], message['content'])}
-            for message in messages], mark
+            lambda name: name[0][0] + MARK + name[0][1:], message['content'])}
+            for message in messages]
 
     def encode(self, text):
         return self.base.encode(text)
@@ -192,11 +188,11 @@ class ChatTokenizer:
                           (self.encode(message['content']), learned),
                           (self.arrays['<|end|>'], learned)]
         else:
-            parts = self.rendered_parts(*self.guard(messages))
+            parts = self.rendered_parts(self.guard(messages))
         return np.concatenate([ids for ids, _ in parts]).astype(np.int64), \
             np.repeat([learned for _, learned in parts], [len(ids) for ids, _ in parts])
 
-    def rendered_parts(self, messages, mark):
+    def rendered_parts(self, messages):
         """[(ids, whether they are in the loss)]: the assistant's are what its turn adds to what the
         template writes up to there, to the last control token."""
         parts, text, done = [], '', 0  # done: characters of the text that are in parts
@@ -214,16 +210,11 @@ class ChatTokenizer:
         parts.append((whole[done:], False))
         opening = [] if self.keeps_bos else [(np.array([self.conversation]), False)]
         return opening + [(ids, learned) for text, learned in parts
-                          for ids in self.encode_parts(text, mark)]
+                          for ids in self.encode_parts(text)]
 
     def encode_prompt(self, messages):
         """The ids of `messages` and of the beginning of the answer that the model is to write."""
-        messages, mark = self.guard(messages)
-        return self.ids_of(self.render(messages, True), mark)
-
-    def decode(self, ids):
-        """Bytes that are not UTF-8, such as half a character, become U+FFFD."""
-        return self.decode_bytes(ids).decode('utf-8', 'replace')
+        return self.ids_of(self.render(self.guard(messages), True))
 
     def decode_bytes(self, ids):
         first = self.base.vocab_size  # of our control tokens; a template's are the base's own

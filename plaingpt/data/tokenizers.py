@@ -11,6 +11,8 @@ Ids that stand for no text are written as numbers.
     tokenizer.to_json()      all of it as a JSON object, from which from_json makes it again
 """
 
+from functools import cached_property
+
 import numpy as np
 
 from plaingpt.system.errors import UserError
@@ -22,15 +24,15 @@ class UnknownCharacter(UserError):
 
 
 class Tokenizer:
-    """What most tokenizers have in common."""
+    """What tokenizers have in common."""
 
     end_of_text = None
 
-    @property
+    @cached_property
     def controls(self):
         return frozenset({self.end_of_text} - {None})
 
-    @property
+    @cached_property
     def ends(self):
         return self.controls
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ChatTokenizer
+from plaingpt.data.chat_tokenizer import MARK, SPECIAL_TOKENS, ChatTokenizer
 from plaingpt.data.tokenizers import ByteTokenizer, CharTokenizer, from_json
 
 BYTES = ChatTokenizer(ByteTokenizer())  # 257 ids of the base, then the five
@@ -27,14 +27,15 @@ def test_what_the_assistant_says_and_its_end_are_in_the_loss_and_nothing_else():
 
 
 @settings(max_examples=50)
-@given(st.text() | st.sampled_from(SPECIAL_TOKENS).map(lambda name: f'a {name} b'))
+@given(st.text(st.characters(codec=None, exclude_characters=[MARK]))
+       | st.sampled_from(SPECIAL_TOKENS).map(lambda name: f'a {name} b'))
 def test_no_text_becomes_a_special_token_and_the_template_writes_what_is_encoded(text):
     messages = [{'role': 'user', 'content': text}, {'role': 'assistant', 'content': text}]
     ids, loss_mask = BYTES.encode_conversation(messages)
     size = len(text.encode('utf-8', 'surrogatepass'))
     assert np.flatnonzero(ids >= 257).tolist() == [0, 1, 2 + size, 3 + size, 4 + 2 * size]
     assert BYTES.decode(ids) == f'<|conversation|><|user|>{text}<|end|><|assistant|>{text}<|end|>'
-    rendered = BYTES.rendered_parts(*BYTES.guard(messages))
+    rendered = BYTES.rendered_parts(BYTES.guard(messages))
     assert np.concatenate([part for part, _ in rendered]).tolist() == ids.tolist()
     assert sum(len(part) for part, learned in rendered if learned) == size + 1 == loss_mask.sum()
 

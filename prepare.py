@@ -167,8 +167,7 @@ def prepare_text(name, corpus, folder, config):
             tokenizer = ChatTokenizer(tokenizer, plain_template(tokenizer))
         threads = len(allowed_cpus()) if config.num_proc == 'auto' else config.num_proc
         write_tokens(source, tokenizer, unfinished, command, progress, shares,
-                     shard_tokens=config.shard_tokens, threads=threads, max_tokens=max_tokens,
-                     chat=is_of_chat)
+                     shard_tokens=config.shard_tokens, threads=threads, max_tokens=max_tokens)
 
     write_dataset(folder, command, config.overwrite, write)
 

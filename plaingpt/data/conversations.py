@@ -41,7 +41,7 @@ class Conversations(Files):
 
     def documents(self, file):
         for where, row in read_rows(file, self.encoding):
-            fields = self.columns or find_fields(row, where)
+            fields = find_fields(row, where, self.columns)
             messages = parse_row(row, fields, where)
             if others := row.keys() - {*fields} - self.left_out:
                 print(f'{where}: left out, as no part of the conversation: '
@@ -57,13 +57,13 @@ def open_conversations(config):
     return Conversations(find_files(config.input, ROWS), config.input, columns, config.encoding)
 
 
-def find_fields(row, where):
-    """The fields of a row that say what was said: ('messages',), ('conversations',), or those of
-    the user, of the assistant, and perhaps one with which the user goes on. Raises UserError."""
+def find_fields(row, where, columns=()):
+    """The fields of a row that say what was said: `columns`, ('messages',), ('conversations',), or
+    those of the user, of the assistant, and perhaps one with which the user goes on. UserError."""
     names = row.keys() if isinstance(row, dict) else ()
-    for fields in (('messages',), ('conversations',), *PAIRS):
+    for fields in [columns] if columns else (('messages',), ('conversations',), *PAIRS):
         if all(field in names for field in fields):
-            is_alpaca = fields[0] == 'instruction' and row.get('input')
+            is_alpaca = fields[0] == 'instruction' and row.get('input') and not columns
             return (*fields, 'input') if is_alpaca else fields
     raise UserError(f'{where}: no conversation, it is {as_json(row)}: leave this file out, or name '
                     'its columns with --prompt=… --completion=… (found by themselves: messages, '
@@ -72,9 +72,6 @@ def find_fields(row, where):
 
 def parse_row(row, fields, where):
     """A row → messages. Raises UserError."""
-    if not isinstance(row, dict) or not row.keys() >= {*fields}:
-        raise UserError(f'{where}: no fields {", ".join(fields)}, it is {as_json(row)}: name its '
-                        'columns with --prompt and --completion')
     if fields == ('messages',):
         messages = parse_messages(row['messages'], where)
     elif fields == ('conversations',):

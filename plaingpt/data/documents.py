@@ -282,12 +282,6 @@ def read_rows(file, encoding='utf-8', columns=()):
             yield from json_lines(text, name)
 
 
-def read_jsonl(path):
-    """The same for a file of JSON lines with any name."""
-    with open(path, 'rb') as file, open_text(file) as text:
-        yield from json_lines(text, shown(path))
-
-
 def json_lines(lines, name):
     for number, line in enumerate(lines, 1):
         if line.strip():

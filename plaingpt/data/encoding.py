@@ -15,7 +15,7 @@ import numpy as np
 from plaingpt.data.dataset import MASK_ENDING
 from plaingpt.data.shards import ShardWriter, write_meta, write_progress
 from plaingpt.data.splitting import SPLITS, put_in_splits
-from plaingpt.data.tokenizers import UnknownCharacter
+from plaingpt.data.tokenizers import UnknownCharacter, is_chat
 from plaingpt.system.errors import UserError, progress_bar
 from plaingpt.system.formatting import count_of, short
 
@@ -30,13 +30,14 @@ class Encoded(NamedTuple):
 
 
 def write_tokens(source, tokenizer, folder, command, progress, shares, *, shard_tokens, threads,
-                 max_tokens=0, chat=False):
+                 max_tokens=0):
     """Encode `source` into shards and meta.json in `folder`. Raises UserError.
 
     command: everything that decides the content, as meta.json has it
     progress: what shards.read_progress found: preparation goes on from there
-    max_tokens: to train on, 0 for all; chat: the texts are conversations as JSON
+    max_tokens: to train on, 0 for all
     """
+    chat = is_chat(tokenizer)  # then the texts are conversations as JSON
     dtype = np.dtype('<u2' if tokenizer.vocab_size <= 2**16 else '<u4')
     columns = {'.bin': dtype, **({MASK_ENDING: np.dtype('u1')} if chat else {})}
     writers = {split: ShardWriter(folder, split, shard_tokens, columns)
@@ -138,19 +139,15 @@ def utf8_bytes(text):
 
 
 def map_in_order(function, batches, threads):
-    """Yield (batch, function(batch)) in order; threads compute a few batches ahead, counted in
-    characters: a batch may be one huge document."""
+    """Yield (batch, function(batch)) in order; threads compute a few batches ahead."""
     # Threads and not processes: tiktoken works outside of Python's lock, so that they are as fast
     # and share one vocabulary.
     with ThreadPoolExecutor(threads, thread_name_prefix='encode') as pool:
-        waiting, ahead = deque(), 0
+        waiting = deque()
         for batch in batches:
-            characters = sum(len(text) for _, text, _ in batch)
-            waiting.append((batch, characters, pool.submit(function, batch)))
-            ahead += characters
-            while ahead > 2 * threads * BATCH_CHARS:
-                batch, characters, future = waiting.popleft()
+            waiting.append((batch, pool.submit(function, batch)))
+            if len(waiting) > 2 * threads:
+                batch, future = waiting.popleft()
                 yield batch, future.result()
-                ahead -= characters
-        for batch, _, future in waiting:
+        for batch, future in waiting:
             yield batch, future.result()

@@ -98,7 +98,7 @@ def test_columns_can_be_named(tmp_path):
     [messages] = read(path, ('q', 'a'))
     assert [message['content'] for message in messages] == ['hi', 'yo']
     path.write_text('q,b\nhi,yo\n')
-    with pytest.raises(UserError, match=r'a\.csv, line 2: no fields q, a, it is'):
+    with pytest.raises(UserError, match=r'a\.csv, line 2: no conversation, it is'):
         read(path, ('q', 'a'))
 
 
@@ -139,6 +139,7 @@ BAD = [  # a second row, and what is said of it
     (said(user(), assistant(tool_calls=[CALL])), 'role and content alone is expected'),
     (said(SYSTEM, SYSTEM, user(), assistant()), 'one system message may stand first'),
     (said(assistant(), user(), assistant()), 'and then the user speaks'),
+    ({'prompt': 'a', 'completion': None}, "field 'completion' is null: text is expected"),
     (shared(('bing', 'hi')), 'as from expected one of human, gpt'),
     ({'instruction': 'a', 'input': 'b'}, 'no conversation, it is {"instruction": "a"'),
     ({'instruction': 'a', 'output': 7}, 'is 7: text is expected'),
@@ -158,17 +159,6 @@ def test_a_row_that_is_not_wholly_understood_is_named_with_its_line(tmp_path):
         assert what in refusal(path), row
 
 
-def test_a_file_that_holds_no_conversations_ends_the_command(tmp_path, refused):
-    folder = tmp_path / 'in'
-    folder.mkdir()
-    written(folder / 'a.jsonl', GOOD[2])
-    for name, content, reason in (
-            ('b.jsonl', '\n\n{"text": "hi"}\n', ', line 3: no conversation'),
-            ('b.jsonl', '{"prompt": "a",', ', line 1: not JSON'),
-            ('b.csv', 'name,size\na,1\n', ', line 2: no conversation'),
-            ('b.csv', 'question,answer\nWhat?,That.\nWhy?,\n', ", line 3: field 'answer'")):
-        (folder / name).write_text(content)
-        assert f'{name}{reason}' in refused('chat', folder), (name, content)
-        (folder / name).unlink()
-    (folder / 'a.txt').write_text('Q: hi\nA: yo\n')
-    assert 'conversations are read from .jsonl' in refused('chat', folder / 'a.txt')
+def test_a_file_of_text_is_refused(tmp_path, refused):
+    (tmp_path / 'a.txt').write_text('Q: hi\nA: yo\n')
+    assert 'conversations are read from .jsonl' in refused('chat', tmp_path / 'a.txt')

@@ -133,15 +133,6 @@ def test_another_command_replaces_it_only_with_overwrite_and_then_its_masks_too(
     assert sorted(os.listdir('data/chat')) == ['meta.json', 'train.bin', 'val.bin']
 
 
-def test_a_bad_row_leaves_the_dataset_that_is_there(capsys, monkeypatch):
-    before = prepare_chat().meta
-    write('b.jsonl', [*pairs(50), {'prompt': 'a', 'completion': None}])
-    assert "b.jsonl, line 51: field 'completion' is null" in fails(
-        capsys, monkeypatch, prepare.main, 'chat', '--input=b.jsonl', '--tokenizer=byte',
-        '--overwrite')
-    assert open_dataset('data/chat').meta == before
-
-
 ESCAPE = [{'prompt': 'a\x1b]0;b\x07', 'completion': '\x1b[31mc\nd'}] * 40
 
 

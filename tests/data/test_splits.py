@@ -126,7 +126,10 @@ def test_the_test_split_is_told_of_and_overwrite_removes_it(tmp_path, capsys):
     prepared(tmp_path / 'd', *argv, '--test_fraction=0.1')
     entry = open_dataset(tmp_path / 'd').meta['splits']['test']
     assert entry['documents'] > 60 and entry['tokens'] > 3000 and 0 <= entry['in_train'] <= 1
-    assert f'{entry["files"][-1]["name"]}: {entry["tokens"]:,} tokens' in capsys.readouterr().out
+    prepare.main(['inspect', f'{tmp_path}/d'])
+    said = capsys.readouterr().out
+    assert said.count(f'{entry["files"][-1]["name"]}: {entry["tokens"]:,} tokens') == 2
+    assert 'corpus: text' in said and 'no damage found' in said
     prepared(tmp_path / 'd', *argv, '--overwrite')
     assert not any('test' in path.name for path in (tmp_path / 'd').iterdir())
 

@@ -107,10 +107,10 @@ class Dataset:
         Raises UserError."""
         files, masks = self._open(name)
         if masks:
-            from plaingpt.data.packing import ConversationTokens, Marks  # with torch
+            from plaingpt.data.packing import ConversationTokens  # with torch
             of_others = {'form', 'template'} & self.tokenizer_json().keys()
             return ConversationTokens(files, masks, self.vocab_size, in_ram,
-                                      Marks.of(self.tokenizer()) if of_others else None)
+                                      self.tokenizer() if of_others else None)
         return TokenStream(files, self.vocab_size, in_ram)
 
     def loader(self, split, in_ram, *shape, **settings):

@@ -6,46 +6,27 @@ than a sequence is cut before a turn of the user, or within a turn that is too l
 piece gets the BOS token in front. The rest of a sequence is padding, which the loss ignores.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 
 from plaingpt.data.batches import BatchLoader
-from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS
+from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ChatTokenizer
 from plaingpt.data.token_files import READ_TOKENS, TokenStream
+from plaingpt.data.tokenizers import IdsTokenizer
 from plaingpt.system.errors import UserError
-
-
-class Marks(NamedTuple):
-    """The ids by which the parts of conversations are found."""
-
-    bos: int  # opens each conversation
-    end: int  # ends a turn
-    user: list  # opens a turn of the user
-    answer: list  # after which the assistant writes
-    keeps_bos: bool = True  # whether bos is read where nothing stands before it
-
-    @classmethod
-    def ours(cls, vocab_size):
-        bos, _, user, assistant, end = range(vocab_size - len(SPECIAL_TOKENS), vocab_size)
-        return cls(bos, end, [user], [assistant])
-
-    @classmethod
-    def of(cls, tokenizer):
-        """The marks of a ChatTokenizer."""
-        return cls(tokenizer.conversation, tokenizer.end_of_turn, tokenizer.user_ids,
-                   tokenizer.answer_ids, tokenizer.keeps_bos)
 
 
 class ConversationTokens(TokenStream):
     """The tokens of conversations; `loss_mask` is a stream with 1 for each that counts in the loss,
-    0 for the others. marks: Marks, ours by default"""
+    0 for the others. tokenizer: where the template is another model's, by whose ids the parts of
+    conversations are found"""
 
-    def __init__(self, files, masks, vocab_size, in_ram=False, marks=None):
+    def __init__(self, files, masks, vocab_size, in_ram=False, tokenizer=None):
         super().__init__(files, vocab_size, in_ram)
         self.loss_mask = TokenStream(masks, 2, in_ram)
-        self.marks = marks or Marks.ours(vocab_size)
+        # Our control tokens come behind the ids of a text, which are found without their tokenizer:
+        # it may take a download.
+        self.tokenizer = tokenizer or ChatTokenizer(IdsTokenizer(vocab_size - len(SPECIAL_TOKENS)))
 
     def chunks(self):
         """Yield (number of the first token, tokens, their loss mask), all in order."""
@@ -61,7 +42,8 @@ class PackedLoader(BatchLoader):
 
     def tile(self):
         stream = self.stream
-        length = self.block_size + 1 + (not stream.marks.keeps_bos)  # tokens of a sequence
+        # tokens of a sequence; the first is not read where the template has no opening token
+        self.length = length = self.block_size + 1 + (not stream.tokenizer.keeps_bos)
         starts = conversation_starts(stream)
         self.num_conversations = len(starts)
         pieces = starts, sizes, _ = cut(stream, starts, length)
@@ -116,16 +98,16 @@ class PackedLoader(BatchLoader):
         found = []
         for i in whole[np.linspace(0, len(whole) - 1, min(n, len(whole))).astype(np.int64)]:
             ids = self.stream.read(self.starts[i], int(self.sizes[i])).tolist()
-            answers = places_of(self.stream.marks.answer, np.array(ids))
+            answers = places_of(self.stream.tokenizer.answer_ids, np.array(ids))
             if len(answers):
-                begin = 0 if self.stream.marks.keeps_bos else 1
-                found.append(ids[begin:answers[0] + len(self.stream.marks.answer)])
+                begin = 0 if self.stream.tokenizer.keeps_bos else 1
+                found.append(ids[begin:answers[0] + len(self.stream.tokenizer.answer_ids)])
         return found
 
     def layout(self, start):
         """The token where a sequence begins → [(column in the batch, first token in the split,
         number of tokens)] of its pieces; the columns between them hold BOS tokens."""
-        found, column, keeps_bos = [], 0, self.stream.marks.keeps_bos
+        found, column, keeps_bos = [], 0, self.stream.tokenizer.keeps_bos
         for i in self.pieces[np.searchsorted(self.firsts, start)]:
             first, n = int(self.starts[i]), int(self.sizes[i])
             if self.with_bos[i]:
@@ -138,12 +120,13 @@ class PackedLoader(BatchLoader):
 
     def _on_host(self, starts):
         shape, stream = (len(starts), self.block_size + 1), self.stream  # (B, T+1)
-        tokens, loss_mask = np.full(shape, stream.marks.bos), np.zeros(shape, bool)
+        tokens, loss_mask = np.full(shape, stream.tokenizer.conversation), np.zeros(shape, bool)
         for row, in_loss, start in zip(tokens, loss_mask, starts, strict=True):
             for column, first, n in self.layout(start):
                 row[column:column + n] = stream.read(first, n)
                 in_loss[column + 1:column + n] = stream.loss_mask.read(first, n)[1:]
-            row[column + n + 1:] = stream.marks.end  # so that the padding is one document
+            # so that the padding is one document
+            row[column + n + 1:] = stream.tokenizer.end_of_turn
         idx, targets = (torch.from_numpy(part.copy()) for part in (tokens[:, :-1], tokens[:, 1:]))
         targets[torch.from_numpy(~loss_mask[:, 1:])] = -1
         return self._pinned(idx, targets)
@@ -154,8 +137,7 @@ class PackedLoader(BatchLoader):
 
     def describe(self):
         """How the conversations were packed, in a line."""
-        room = self.sequences_per_epoch * (self.block_size + 1 + (not self.stream.marks.keeps_bos))
-        used = int((self.sizes + self.with_bos).sum())
+        room, used = self.sequences_per_epoch * self.length, int((self.sizes + self.with_bos).sum())
         return f'{self.num_conversations:,} conversations in {self.sequences_per_epoch:,} ' \
                f'sequences, {1 - used / room:.1%} padding, {int(self.num_targets.sum()):,} ' \
                f'tokens in the loss; cut at {int(self.with_bos.sum()):,} places, as longer than ' \
@@ -164,7 +146,7 @@ class PackedLoader(BatchLoader):
 
 def conversation_starts(stream):
     """The number of the first token of each conversation. Raises UserError."""
-    found = np.concatenate([first + np.flatnonzero(tokens == stream.marks.bos)
+    found = np.concatenate([first + np.flatnonzero(tokens == stream.tokenizer.conversation)
                             for first, tokens, _ in stream.chunks()])
     if not len(found) or found[0]:
         raise UserError(f'{stream.files[0].path} does not begin with a conversation: prepare the '
@@ -191,7 +173,7 @@ def cut(stream, starts, length):
     pieces = []
     for i in np.flatnonzero(sizes > length):
         start, size, begin = int(starts[i]), int(sizes[i]), 0
-        users = places_of(stream.marks.user, stream.read(start, size))[1:]
+        users = places_of(stream.tokenizer.user_ids, stream.read(start, size))[1:]
         while size - begin > (room := length - (begin > 0)):
             turns = users[(users > begin) & (users <= begin + room)]
             end = int(turns[-1]) if len(turns) else begin + room

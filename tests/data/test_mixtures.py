@@ -85,16 +85,6 @@ def test_every_thousand_sequences_have_exact_shares_and_each_corpus_its_own_orde
             assert len(np.unique(mine[epoch * n:(epoch + 1) * n])) == n
 
 
-def test_one_corpus_alone_is_read_as_without_a_mixture():
-    ids = np.arange(5000)
-    alone = BatchLoader(NoTokens(9000), 16, 4, seed=3)
-    mixed = MixedLoader(Mixed((9000,), (1000,)), 16, 4, seed=3)
-    assert np.array_equal(mixed.sequence_starts(ids), alone.sequence_starts(ids))
-    for n in (40, 10**6):
-        assert np.array_equal(np.concatenate(mixed.eval_batches(n)),
-                              np.concatenate(alone.eval_batches(n)))
-
-
 def test_the_loss_of_the_mixture_is_estimated_from_sequences_by_its_shares():
     stream = Mixed((400, 90_000), (300, 700))  # the first has 24 sequences: they repeat
     for processes in (1, 3):

@@ -1,5 +1,6 @@
 """Runs that must be equal: however a step is split into micro-batches, on several processes, with
-copies of the model or shares of it, and after a resume; for each kind of model and of data."""
+copies of the model or shares of it, after a resume, and watched or not; for each kind of model and
+of data."""
 
 import random
 import shutil
@@ -11,6 +12,7 @@ from helpers import (
     ask,
     launch,
     lines,
+    one_benchmark,
     options,
     prepare_corpora,
     same,
@@ -21,12 +23,12 @@ from helpers import (
 import prepare
 import train
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import optimizers, start
+from plaingpt.training import evaluation, optimizers, start, stopwatch
 
 STEP = options(batch_size=2, gradient_accumulation_steps=6, eval_iters=6, check=False)
 NEWER = options(optimizer='normuon', rotary=True, rmsnorm=True, qk_norm=True, mlp='relu2',
                 tied_head=False, zero_init=True, lr_schedule='wsd', conv=4, value_embeddings=True,
-                document_attention=True)
+                document_attention=True, average_decay=0.5)
 RECIPES = {
     'gpt2': ['--dataset=data/char'],
     'newer': ['--dataset=data/char', *NEWER],
@@ -108,3 +110,28 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(recipe, dtype, tmp_p
     for key in ('loss', 'grad_norm', 'val_loss'):
         assert [(line['iter'], line[key]) for line in lines(whole, key)] \
             == [(line['iter'], line[key]) for line in lines(cut, key)]
+
+
+WATCHING = {  # what looks at a run → its setting, the key of a row that it logs
+    'health': ({}, 'health/grad_norm/h.0'), 'film': ({'film': True}, 'loss'),
+    'samples': ({'report': True}, 'sample'), 'benchmarks': ({'eval_tasks': 'own'}, 'own_logp'),
+    'checks': ({'check': 'auto'}, 'loss'), 'stopwatch': ({}, 'loss')}
+
+
+def test_what_watches_a_run_changes_no_bit_of_it(tmp_path, monkeypatch):
+    one_benchmark(monkeypatch, [' main'] * 5)
+    monkeypatch.setattr(train, 'write_report', lambda *_: None)  # its plots take a second
+    blind, words = tmp_path / 'blind', [*TINY, *RECIPES['newer'], '--dtype=float16',
+                                        '--dropout=0.2', '--check=False']
+    for name, (settings, key) in {'blind': ({}, 'loss'), **WATCHING}.items():
+        with monkeypatch.context() as patch:
+            if name != 'health':
+                patch.setattr(evaluation, 'HEALTH_INTERVAL', 0)
+            if name != 'stopwatch':
+                patch.setattr(stopwatch, 'measure', lambda *_: (1.0, 1.0))
+            train.main([*words, *options(**settings, out_dir=tmp_path / name)])
+        assert lines(tmp_path / name, key) and (key == 'loss' or not lines(blind, key)), name
+        assert same(weights(tmp_path / name), weights(blind)), name
+        for key in ('loss', 'val_loss'):
+            assert [line[key] for line in lines(tmp_path / name, key)] \
+                == [line[key] for line in lines(blind, key)], name

@@ -11,7 +11,6 @@ from plaingpt.data.dataset import open_dataset
 from plaingpt.system.errors import UserError, progress_bar, warn
 from plaingpt.system.formatting import count_of, printable
 
-READ_TOKENS = 2**20  # at a time
 SHOWN_TOKENS, SHOWN_TOKENS_OF_CHAT = 24, 300
 
 
@@ -21,10 +20,10 @@ def find_damage(dataset):
     for split in ('train', *dataset.held_out()):
         try:
             stream = dataset.split(split)
-            for file in stream.files + (stream.loss_mask.files if stream.loss_mask else []):
-                file.load()
-            for start in range(0, len(stream), READ_TOKENS):
-                stream.read(start, READ_TOKENS)  # UserError for an id beyond the vocabulary
+            for file in stream.files:
+                file.load(stream.vocab_size)
+            for file in stream.loss_mask.files if stream.loss_mask else ():
+                file.load(stream.loss_mask.vocab_size)
         except UserError as problem:
             problems.append(str(problem))
     return problems

@@ -52,11 +52,12 @@ class TokenFile:
         for start in range(0, self.tokens, READ_TOKENS):
             yield start, self.read(start, READ_TOKENS)
 
-    def load(self, out=None):
-        """Read all tokens, into the array `out` where there is one. Raises UserError where their
-        checksum is not that of meta.json."""
+    def load(self, vocab_size, out=None):
+        """Read all tokens, into the array `out` where there is one. Raises UserError for an id
+        beyond the vocabulary, and where their checksum is not that of meta.json."""
         digest = hashlib.sha256()
         for start, ids in self.pieces():
+            check_ids(self.path, ids, start, vocab_size)
             digest.update(ids)
             if out is not None:
                 out[start:start + len(ids)] = ids
@@ -126,8 +127,7 @@ class TokenStream:
         if in_ram:
             self.ram = np.empty(len(self), np.result_type(*{file.dtype for file in files}))
             for file, start in zip(files, self.starts, strict=False):
-                file.load(self.ram[start:start + file.tokens])
-                check_ids(file.path, self.ram[start:start + file.tokens], 0, vocab_size)
+                file.load(vocab_size, self.ram[start:start + file.tokens])
 
     def __len__(self):
         return int(self.starts[-1])

@@ -58,14 +58,12 @@ def test_it_is_the_share_of_sequences_that_a_plain_search_finds(
     with pytest.MonkeyPatch.context() as patch:  # sequences lie across blocks and files
         patch.setattr(inspection, 'BLOCK_TOKENS', block_tokens)
         patch.setattr(inspection, 'SEQUENCES', sequences)
-        patch.setattr(inspection, 'READ_TOKENS', block_tokens)
         assert find_overlap(stream(folder / 'train', train[:cut], train[cut:]),
                             stream(folder / 'val', val)) == expected
 
 
 def test_memory_is_that_of_a_few_pieces_and_not_of_the_splits(tmp_path, monkeypatch):
     monkeypatch.setattr(inspection, 'BLOCK_TOKENS', 2**13)
-    monkeypatch.setattr(inspection, 'READ_TOKENS', 2**16)
     monkeypatch.setattr(inspection, 'SEQUENCES', 2**8)
     monkeypatch.setattr(inspection, 'TABLE_BITS', 16)
     ids = np.random.default_rng(2).integers(2**16, size=2**21)

@@ -15,8 +15,8 @@ import numpy as np
 from plaingpt.data.dataset import MASK_ENDING
 from plaingpt.data.shards import ShardWriter, write_meta, write_progress
 from plaingpt.data.splitting import SPLITS, put_in_splits
-from plaingpt.data.tokenizers import UnknownCharacter, is_chat
-from plaingpt.system.errors import UserError, progress_bar
+from plaingpt.data.tokenizers import is_chat
+from plaingpt.system.errors import progress_bar
 from plaingpt.system.formatting import count_of, short
 
 BATCH_CHARS = 2**20  # that a thread encodes at a time
@@ -52,27 +52,24 @@ def write_tokens(source, tokenizer, folder, command, progress, shares, *, shard_
         encode_batch, tokenizer, None if source.is_one_text else tokenizer.end_of_text, dtype)
     pieces = put_in_splits(source, shares, tokenizer.end_of_text is None)
     count = progress.get('count', 0)  # pieces that are written
-    try:
-        with closing(pieces), progress_bar('encoding', max_tokens or source.total,
-                                           'tokens' if max_tokens else source.unit) as bar:
-            batches = group_in_batches(islice(pieces, count, None))
-            for batch, encoded in map_in_order(encode, batches, threads):
-                room = max_tokens - train.tokens
-                if max_tokens and 'train' in encoded and len(encoded['train'].ids) >= room:
-                    encoded = encode(batch, room=room)
-                filled = [writers[split].write(part) for split, part in encoded.items()]
-                count += len(batch)
-                if max_tokens and train.tokens == max_tokens:
-                    break  # the batch was cut, so progress.json cannot say how far it is written
-                if any(filled):
-                    for writer in writers.values():
-                        writer.sync()
-                    write_progress(folder, command, tokenizer=tokenizer.to_json(), count=count,
-                                   splits={split: writer.state()
-                                           for split, writer in writers.items()})
-                bar.update((train.tokens if max_tokens else source.position()) - bar.n)
-    except UnknownCharacter as e:
-        raise UserError(f'{source.name}: {e}: replace it, or choose another --tokenizer') from None
+    with closing(pieces), progress_bar('encoding', max_tokens or source.total,
+                                       'tokens' if max_tokens else source.unit) as bar:
+        batches = group_in_batches(islice(pieces, count, None))
+        for batch, encoded in map_in_order(encode, batches, threads):
+            room = max_tokens - train.tokens
+            if max_tokens and 'train' in encoded and len(encoded['train'].ids) >= room:
+                encoded = encode(batch, room=room)
+            filled = [writers[split].write(part) for split, part in encoded.items()]
+            count += len(batch)
+            if max_tokens and train.tokens == max_tokens:
+                break  # the batch was cut, so progress.json cannot say how far it is written
+            if any(filled):
+                for writer in writers.values():
+                    writer.sync()
+                write_progress(folder, command, tokenizer=tokenizer.to_json(), count=count,
+                               splits={split: writer.state()
+                                       for split, writer in writers.items()})
+            bar.update((train.tokens if max_tokens else source.position()) - bar.n)
     tokens = sum(writer.tokens for writer in writers.values()) - done
     seconds = time.monotonic() - started
     print(f'{count_of(tokens, "token")} in {seconds:.1f} s, {short(tokens / seconds)} a second')

@@ -19,10 +19,6 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import join_halves
 
 
-class UnknownCharacter(UserError):
-    """A character is not in the vocabulary."""
-
-
 class Tokenizer:
     """What tokenizers have in common."""
 
@@ -59,8 +55,9 @@ class CharTokenizer(Tokenizer):
         if len(unknown):
             at = int(unknown[0])
             excerpt = text[max(0, at - 10):at + 10]
-            raise UnknownCharacter(f'character {text[at]!r} in {excerpt!r} is not among the '
-                                   f'{self.vocab_size} characters that this tokenizer knows')
+            raise UserError(f'character {text[at]!r} in {excerpt!r} is not among the '
+                            f'{self.vocab_size} characters that this tokenizer knows: leave it '
+                            'out, or choose another --tokenizer for prepare.py')
         return self._ids[places]
 
     def decode(self, ids):

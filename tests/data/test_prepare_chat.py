@@ -103,7 +103,7 @@ def test_a_character_that_a_borrowed_tokenizer_lacks_is_named(capsys, monkeypatc
     write('b.jsonl', [*pairs(3), {'prompt': 'a\n', 'completion': 'ж'}])
     line = fails(capsys, monkeypatch, prepare.main, 'chat', '--input=b.jsonl', '--tokenizer=chat',
                  '--data_dir=data/b')
-    assert "b.jsonl: character 'ж' in 'ж'" in line and not os.path.exists('data/b')
+    assert "character 'ж' in 'ж'" in line and not os.path.exists('data/b')
 
 
 def test_what_cannot_be_prepared_is_refused_in_one_line(capsys, monkeypatch):

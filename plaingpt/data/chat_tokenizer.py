@@ -20,7 +20,6 @@ from plaingpt.data.foreign_tokenizer import (
     find_template,
     parse_object,
 )
-from plaingpt.data.tokenizers import Tokenizer
 from plaingpt.system.errors import UserError, warn
 from plaingpt.system.formatting import one_line
 
@@ -104,7 +103,7 @@ def compile_template(template):
     return environment.from_string(template)
 
 
-class ChatTokenizer(Tokenizer):
+class ChatTokenizer:
     """`base`'s vocabulary and a template; without one our SPECIAL_TOKENS come behind it.
 
     Text never becomes a control token: text that spells a name is encoded as text.
@@ -215,6 +214,10 @@ class ChatTokenizer(Tokenizer):
     def encode_prompt(self, messages):
         """The ids of `messages` and of the beginning of the answer that the model is to write."""
         return self.ids_of(self.render(self.guard(messages), True))
+
+    def decode(self, ids):
+        """Bytes that are not UTF-8, such as half a character, become U+FFFD."""
+        return self.decode_bytes(ids).decode('utf-8', 'replace')
 
     def decode_bytes(self, ids):
         first = self.base.vocab_size  # of our control tokens; a template's are the base's own

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from plaingpt.data.documents import explain_hub_errors
-from plaingpt.data.tokenizers import Tokenizer
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import read_json
 from plaingpt.system.formatting import join_halves, one_line
@@ -117,8 +116,8 @@ def load(text):
     return made
 
 
-class ForeignTokenizer(Tokenizer):
-    """`vocab_size` is the model's, which may have rows for no token;
+class ForeignTokenizer:
+    """A tokenizer of tokenizers.py. `vocab_size` is the model's, which may have rows for no token;
     `control_ids` is {name of a control token: its id}."""
 
     def __init__(self, description):
@@ -135,6 +134,10 @@ class ForeignTokenizer(Tokenizer):
     def encode(self, text):
         text, _ = join_halves(text)
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    def decode(self, ids):
+        """Bytes that are not UTF-8, such as half a character, become U+FFFD."""
+        return self.decode_bytes(ids).decode('utf-8', 'replace')
 
     def decode_bytes(self, ids):
         return b''.join(map(self._bytes_of, map(int, ids)))

@@ -11,8 +11,6 @@ Ids that stand for no text are written as numbers.
     tokenizer.to_json()      all of it as a JSON object, from which from_json makes it again
 """
 
-from functools import cached_property
-
 import numpy as np
 
 from plaingpt.system.errors import UserError
@@ -20,15 +18,15 @@ from plaingpt.system.formatting import join_halves
 
 
 class Tokenizer:
-    """What tokenizers have in common."""
+    """What most tokenizers have in common."""
 
     end_of_text = None
 
-    @cached_property
+    @property
     def controls(self):
         return frozenset({self.end_of_text} - {None})
 
-    @cached_property
+    @property
     def ends(self):
         return self.controls
 

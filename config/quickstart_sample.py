@@ -6,4 +6,3 @@ start = 'import os\n'
 num_samples = 2
 max_new_tokens = 200
 temperature = 0.8
-repetition_penalty = 1.2  # without it, a model this small repeats itself

@@ -6,7 +6,6 @@
     python prepare.py hf OWNER/NAME                  any dataset of the hub
     python prepare.py chat questions.csv             conversations, to tune a model on
     python prepare.py inspect data/NAME              check what was prepared, and look inside
-    python prepare.py tokenizer data/NAME            write its tokenizer.json, for datatrove
     python prepare.py datatrove --input=FOLDER       tokens that datatrove made on many machines
 
 After a kill, the same command goes on after the last finished file of tokens.
@@ -99,13 +98,13 @@ def main(argv):
         print(help_text)
         return
     name, *options = argv
-    if name in ('inspect', 'tokenizer'):
+    if name == 'inspect':
         if len(options) != 1:
-            raise UserError(f'{name} takes one folder: python prepare.py {name} data/NAME')
-        if name == 'inspect':
-            return inspect(dataset_folder(options[0]))
-        from plaingpt.inference.hf_export import write_tokenizer  # torch too, which takes a second
-        return write_tokenizer(dataset_folder(options[0]))
+            raise UserError('inspect takes one folder: python prepare.py inspect data/NAME')
+        return inspect(dataset_folder(options[0]))
+    if name == 'tokenizer':
+        raise UserError('prepare.py tokenizer was removed: export.py writes the tokenizer.json of '
+                        'a run')
     if name in ('-h', '--help'):
         load_config(PrepareConfig, argv, help_text, 'input', several=True)
     if name not in CORPORA:

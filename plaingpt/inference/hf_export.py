@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 
 from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, TEMPLATE
-from plaingpt.data.dataset import open_dataset
 from plaingpt.data.foreign_tokenizer import (
     OUR_TOKENIZER,
     PRINTABLE,
@@ -21,7 +20,6 @@ from plaingpt.data.foreign_tokenizer import (
 from plaingpt.data.tokenizers import IdsTokenizer, is_chat
 from plaingpt.inference.hf_architectures import OWN_CODE, READABLE, choose_architecture
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import write_json
 from plaingpt.system.formatting import printable
 
 END_OF_TEXT, PADDING = '<|endoftext|>', '<|padding|>'
@@ -178,34 +176,3 @@ def find_merges(tokens):
 def as_printable(token):
     """Bytes as the visible characters that GPT-2's vocabulary shows them as: a space is 'Ġ'."""
     return ''.join(PRINTABLE[byte] for byte in token)
-
-
-# -----------------------------------------------------------------------------
-# tokenizer.json of a dataset, for programs that encode documents
-
-
-def document_tokenizer(tokenizer):
-    """The content of tokenizer.json without the special tokens, but for their names in the
-    vocabulary, by which a program finds their ids: text that spells such a name stays text, as it
-    does here."""
-    made = json.loads(foreign_files(tokenizer)['tokenizer.json']) if is_foreign(tokenizer) \
-        else hf_tokenizer(tokenizer)
-    special = {token['content']: token['id'] for token in made['added_tokens'] if token['special']}
-    made['model']['vocab'] |= special
-    made['added_tokens'] = [token for token in made['added_tokens'] if not token['special']]
-    return {**made, 'post_processor': None}
-
-
-def write_tokenizer(folder):
-    """Write tokenizer.json into a prepared folder. Raises UserError."""
-    tokenizer, path = open_dataset(folder).tokenizer(), folder / 'tokenizer.json'
-    made = document_tokenizer(tokenizer)
-    try:
-        write_json(path, made)
-    except OSError as e:
-        raise UserError(f'{path}: {e.strerror}') from None
-    opener = getattr(tokenizer, 'base', tokenizer).end_of_text  # of a document
-    name = next((name for name, i in made['model']['vocab'].items() if i == opener), None)
-    end = f', eos_token={name!r}' if name else ''
-    print(f'{path}: {tokenizer.vocab_size:,} tokens\nin datatrove: DocumentTokenizer(…, '
-          f'tokenizer_name_or_path={str(path)!r}{end})')

@@ -1,4 +1,4 @@
-"""Tokens that datatrove's DocumentTokenizer wrote, and the tokenizer.json that it takes."""
+"""Tokens that datatrove's DocumentTokenizer wrote."""
 
 import json
 import os
@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 from helpers import ROOT, TINY, fails
 
+import export
 import prepare
 import train
-from plaingpt.data.chat_tokenizer import ChatTokenizer
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.tokenizer_choice import make_tokenizer
 from plaingpt.data.tokenizers import ByteTokenizer
-from plaingpt.inference.hf_export import document_tokenizer
 
 END = ByteTokenizer.end_of_text
 
@@ -110,33 +108,12 @@ def test_bad_input_is_one_line(tmp_path, shards, capsys, monkeypatch):
     refused('token 0 has id 65535')
 
 
-STRANGE = ['Hello, wörld!  日本語\n\n\t 12345 ', '    ', 'a<|endoftext|>b', '<|endoftext|>',
-           ' <|padding|>', '<|user|>', '🎉🎉\r\n']
-
-
-@pytest.mark.parametrize('kind', ['char', 'byte', 'bpe:700'])
-@pytest.mark.parametrize('chat', [False, True])
-def test_tokenizer_json_gives_our_ids_also_for_text_that_names_special_tokens(kind, chat,
-                                                                              text_file):
-    from tokenizers import Tokenizer
-    text = text_file.read_text(encoding='utf-8')
-    ours = make_tokenizer(kind, [text, *STRANGE])
-    if chat:
-        ours = ChatTokenizer(ours)
-    theirs = Tokenizer.from_str(json.dumps(document_tokenizer(ours)))
-    for piece in (text[:20_000], *STRANGE):
-        assert theirs.encode(piece).ids == ours.encode(piece).tolist()
-    end = (ours.base if chat else ours).end_of_text
-    assert theirs.token_to_id('<|endoftext|>') == end
-    assert theirs.get_vocab_size() == ours.vocab_size
-
-
 @pytest.mark.slow
 def test_datatrove_makes_the_tokens_that_prepare_makes(text_file, tmp_path, monkeypatch, capsys):
     pytest.importorskip('datatrove')
     lines = text_file.read_text(encoding='utf-8').split('\n')
     texts = [f'{i}: ' + '\n'.join(lines[5 * i:5 * i + 7]) for i in range(400)] \
-        + [text for text in STRANGE if text.strip()]  # else there is no document for prepare.py
+        + ['Hello, wörld!  日本語\n\n\t 12345 ', '🎉🎉\r\n', 'aaa']
     (tmp_path / 'corpus').mkdir()
     for i in range(3):
         (tmp_path / f'corpus/{i}.jsonl').write_text(
@@ -144,7 +121,8 @@ def test_datatrove_makes_the_tokens_that_prepare_makes(text_file, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     prepare.main(['text', '--input=corpus/0.jsonl', '--tokenizer=bpe:512',
                   '--data_dir=data/sample'])
-    prepare.main(['tokenizer', 'data/sample'])
+    train.main([*TINY, '--dataset=sample', '--out_dir=out', '--max_iters=1'])
+    export.main(['--out_dir=out', '--dest=sample-gpt'])
     page = (ROOT / 'docs/data.md').read_text(encoding='utf-8')
     (script,) = re.findall(r'```python\n([^`]*DocumentTokenizer[^`]*)```', page)
     assert 'tasks=64' in script
@@ -160,7 +138,7 @@ def test_datatrove_makes_the_tokens_that_prepare_makes(text_file, tmp_path, monk
     assert sorted(theirs) == sorted(ours) and len(ours) == len(texts)
     prepare.main(['inspect', 'data/web'])
     assert 'no damage found' in capsys.readouterr().out
-    train.main([*TINY, '--dataset=web', '--out_dir=out', '--max_iters=2', '--eval_interval=2'])
+    train.main([*TINY, '--dataset=web', '--out_dir=web', '--max_iters=2', '--eval_interval=2'])
     assert 'iter 2 | train loss' in capsys.readouterr().out
 
 

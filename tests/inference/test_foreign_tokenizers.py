@@ -14,7 +14,6 @@ from plaingpt.data import tokenizers
 from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, ChatTokenizer, as_chat
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.foreign_tokenizer import read_tokenizer
-from plaingpt.inference.hf_export import document_tokenizer
 from plaingpt.inference.text_generator import StreamDecoder
 from plaingpt.system.errors import UserError
 from plaingpt.training.open_weights import ModelChoice, load
@@ -64,16 +63,6 @@ def test_ids_are_those_of_the_packages_and_text_comes_back(folder):
         decoder.finish()
         assert ''.join(shown) == ours.decode(ids)
     assert ours.decode([505, 511]) == ''  # rows of the model for no token
-
-
-def test_the_tokenizer_json_of_a_dataset_gives_our_ids(folder, kind):
-    from tokenizers import Tokenizer
-    ours = opened(folder)
-    theirs = Tokenizer.from_str(json.dumps(document_tokenizer(ours)))
-    for text in (*TEXTS, *(f'a{name}<think>b' for name in KINDS[kind][0])):
-        assert theirs.encode(text).ids == ours.encode(text).tolist()
-    for name in KINDS[kind][0]:
-        assert theirs.token_to_id(name) == ours.control_ids[name]
 
 
 def test_documents_begin_and_texts_end_with_the_tokens_that_the_files_name(folder, kind):

@@ -5,4 +5,4 @@ out_dir = 'out-quickstart'
 start = 'import os\n'
 num_samples = 2
 max_new_tokens = 200
-temperature = 0.8
+temperature = 1.0  # with a lower one, a model this small repeats itself

@@ -16,8 +16,8 @@ SIZES = ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_embd')
 ANY = None  # every value
 ACTIVATIONS = {'gelu': 'gelu_new', 'gelu_erf': 'gelu', 'relu2': 'relu2', 'swiglu': 'silu'}
 OUR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
-# Not compared with what a model of ours would say: a name, and what read_rotary reads.
-NOT_COMPARED = {'architectures', 'rope_theta', 'rope_scaling', 'rope_parameters'}
+# Of scaled rotary positions; the rest has a key of its own.
+SCALING = {'rotary_factor': 'factor', 'rotary_length': 'original_max_position_embeddings'}
 
 
 def check_fields(shape):
@@ -34,7 +34,6 @@ class Architecture:
     """What Gpt2 and Llama have in common. Each of them has besides
 
     fixed         GPTConfig → what else config.json must say
-    read_more     config.json → fields that are not one key each
     write_weights {our name: tensor}, GPTConfig → {their name: tensor}
     our_place     their name → (our name, which of its parts, whether it is transposed)
     """
@@ -60,6 +59,8 @@ class Architecture:
 
     def write_config(self, config):
         """GPTConfig → the content of config.json but model_type."""
+        config = replace(config, n_inner=config.mlp_width, head_dim=config.head_size,
+                         n_kv_head=config.n_kv_head or config.n_head)
         ours = {key: getattr(config, field) for field, key in self.keys.items()}
         return {'architectures': [self.hf_class], **self.fixed(config),
                 **{key: ACTIVATIONS.get(value, value) for key, value in ours.items()}}
@@ -67,22 +68,33 @@ class Architecture:
     def read_config(self, hf):
         """The content of config.json → the fields of GPTConfig but dropout.
 
-        Raises ValueError, KeyError or TypeError where it says what our model does not compute."""
-        hf = {key: 'gelu_new' if value == 'gelu_pytorch_tanh' else value  # two names for one
-              for key, value in hf.items() if value is not None}
-        hf = {**self.defaults, **hf}
+        Raises ValueError, KeyError or TypeError where our model does not compute what it says, so
+        that it is not what we would write of these fields."""
+        hf = {**self.defaults, **flattened(hf)}
         shape = {field: values[0] for field, values in self.expressible.items() if values}
-        for field, key in self.keys.items():
-            value = hf[key] if field in SIZES else OUR_ACTIVATIONS.get(hf.get(key), hf.get(key))
-            if field in SIZES or value in self.expressible[field]:
+        for field, key in {**self.keys, **SCALING}.items():
+            said = hf[key] if field in SIZES else hf.get(key)
+            value = OUR_ACTIVATIONS.get(said, said)
+            if value is not None and value in (self.expressible[field] or [value]):
                 shape[field] = value
-        shape |= self.read_more(hf)
         check_fields(shape)
-        for key, value in self.write_config(GPTConfig(**shape)).items():
-            if key not in NOT_COMPARED and hf.get(key, value) != value:
+        ours = {**flattened(self.write_config(GPTConfig(**shape))), 'partial_rotary_factor': 1.0,
+                'layer_types': ['full_attention'] * shape['n_layer']}
+        for key, value in ours.items():
+            if key != 'architectures' and hf.get(key, value) != value:
                 raise ValueError(f'config.json says {key}={hf[key]!r}, which is not supported, as '
                                  f'{value!r} is')
-        return without_defaults(shape)
+        return shape
+
+
+def flattened(hf):
+    """config.json without null, and with what it says of rotary positions beside the rest:
+    transformers 5 has it in rope_parameters, 4 in rope_scaling."""
+    rope = {**(hf.get('rope_scaling') or {}), **(hf.get('rope_parameters') or {})}
+    rope.setdefault('rope_type', rope.get('type'))  # two names for one, as of GPT-2's GELU
+    return {key: 'gelu_new' if value == 'gelu_pytorch_tanh' else value
+            for key, value in {**hf, **rope}.items()
+            if value is not None and key not in ('rope_scaling', 'rope_parameters')}
 
 
 @torch.no_grad()
@@ -98,14 +110,6 @@ def probe(GPT, GPTConfig, expressible):
     return (logits * torch.arange(16).cos()).sum().item()
 
 
-def without_defaults(shape):
-    """Sizes that say what 0 does become 0."""
-    plain = GPTConfig(**{**shape, 'n_inner': 0, 'head_dim': 0})
-    return {**shape, **{field: 0 for field, default in (
-        ('n_inner', plain.mlp_width), ('head_dim', plain.head_size), ('n_kv_head', plain.n_head))
-        if shape.get(field) == default}}
-
-
 def without_padding(weights, config):
     """{our name: tensor} without the rows that pad the vocabulary."""
     return {name: w[:config.vocab_size] if name.endswith(ROW_PER_TOKEN) else w
@@ -118,12 +122,8 @@ TRANSPOSED = ('c_attn.weight', 'c_proj.weight', 'c_fc.weight')
 
 class Gpt2(Architecture):
     def fixed(self, c):
-        return {'layer_norm_epsilon': c.norm_eps, 'scale_attn_weights': True,
-                'add_cross_attention': False, 'scale_attn_by_inverse_layer_idx': False,
-                'n_inner': c.mlp_width}
-
-    def read_more(self, hf):
-        return {'norm_eps': hf['layer_norm_epsilon'], 'n_inner': hf.get('n_inner', 0)}
+        return {'scale_attn_weights': True, 'add_cross_attention': False,
+                'scale_attn_by_inverse_layer_idx': False}
 
     def write_weights(self, weights, config):
         """A model without biases gets biases of zero, which GPT-2's class must have."""
@@ -165,26 +165,17 @@ class Llama(Architecture):
             'rope_type': 'llama3', 'factor': c.rotary_factor, 'low_freq_factor': 1.0,
             'high_freq_factor': 4.0, 'original_max_position_embeddings': c.rotary_length}
         return {
-            'num_key_value_heads': c.n_kv_head or c.n_head, 'head_dim': c.head_size,
-            'intermediate_size': c.mlp_width, 'mlp_bias': c.bias,
-            'rms_norm_eps': c.norm_eps, 'use_sliding_window': False, 'rope_theta': c.rotary_base,
+            'mlp_bias': c.bias, 'use_sliding_window': False,
             'rope_scaling': None if c.rotary_factor == 1 else rotary,
             'rope_parameters': {**rotary, 'rope_theta': c.rotary_base}}  # as transformers 5 has it
-
-    def read_more(self, hf):
-        if kinds := {*hf.get('layer_types', ())} - {'full_attention'}:
-            raise ValueError(f'config.json says layer_types={kinds.pop()!r}, which is not '
-                             "supported, as 'full_attention' is")
-        return {'n_kv_head': hf.get('num_key_value_heads', 0), 'head_dim': hf.get('head_dim', 0),
-                'n_inner': hf['intermediate_size'], 'norm_eps': hf['rms_norm_eps'],
-                **read_rotary(hf)}
 
     def write_weights(self, weights, config):
         found = {}
         for name, w in without_padding(weights, config).items():
             module, layer, kind = split_name(name)
             parts = LLAMA_MODULES.get(module, [module])
-            for part, rows in zip(parts, w.split(parts_of(name, config) or len(w)), strict=True):
+            split = w.split(config.qkv_sizes) if module.endswith('c_attn') else w.chunk(len(parts))
+            for part, rows in zip(parts, split, strict=True):
                 found[f'{part.replace("#", layer)}.{kind}'] = rows
         return found
 
@@ -194,36 +185,6 @@ class Llama(Architecture):
             return name, 0, False
         ours, i = OUR_PARTS[module]
         return f'{ours.replace("#", layer)}.{kind}', i, False
-
-
-def read_rotary(hf):
-    """config.json → the fields of rotary positions. transformers 5 has all in rope_parameters, 4
-    the base beside rope_scaling. Raises ValueError, KeyError or TypeError."""
-    said = {'partial_rotary_factor': hf.get('partial_rotary_factor', 1.0),
-            'rope_theta': hf.get('rope_theta', 10000.0)}
-    for key in ('rope_scaling', 'rope_parameters'):
-        said |= hf.get(key, {})
-    kind = said.pop('rope_type', said.pop('type', 'default'))
-    found, expected = {'rotary_base': said.pop('rope_theta')}, {'partial_rotary_factor': 1.0}
-    if kind == 'llama3':
-        found |= {'rotary_factor': said.pop('factor'),
-                  'rotary_length': said.pop('original_max_position_embeddings')}
-        expected |= {'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
-    elif kind != 'default':
-        raise ValueError(f"config.json says rope_type={kind!r}, which is not supported, as "
-                         "'default' and 'llama3' are")
-    for key, value in said.items():
-        if value is not None and key != 'type' and value != expected.get(key):
-            raise ValueError(f'config.json says {key}={value!r} of rotary positions, which is not '
-                             f'supported{f", as {expected[key]} is" if key in expected else ""}')
-    return found
-
-
-def parts_of(name, config):
-    """Our name → the rows that each part of it has in a Llama, or None where it is one part."""
-    if '.attn.c_attn.' in name:
-        return config.qkv_sizes
-    return (config.mlp_width,) * 2 if '.mlp.c_fc.' in name else None
 
 
 def split_name(name):
@@ -274,11 +235,13 @@ LLAMA = {**COMMON, 'rotary': (True,), 'rmsnorm': (True,), 'mlp': ('swiglu',),
 QWEN2 = {**LLAMA, 'qkv_bias': (True,), 'bias': (False,)}
 QWEN3 = {**LLAMA, 'qk_norm': (True,), 'bias': (False,)}
 GPT2_KEYS = dict(vocab_size='vocab_size', block_size='n_positions', n_layer='n_layer',
-                 n_head='n_head', n_embd='n_embd', mlp='activation_function',
-                 tied_head='tie_word_embeddings')
+                 n_head='n_head', n_embd='n_embd', n_inner='n_inner', mlp='activation_function',
+                 norm_eps='layer_norm_epsilon', tied_head='tie_word_embeddings')
 QWEN2_KEYS = dict(vocab_size='vocab_size', block_size='max_position_embeddings',
                   n_layer='num_hidden_layers', n_head='num_attention_heads', n_embd='hidden_size',
-                  mlp='hidden_act', tied_head='tie_word_embeddings')
+                  n_kv_head='num_key_value_heads', head_dim='head_dim', mlp='hidden_act',
+                  n_inner='intermediate_size', norm_eps='rms_norm_eps',
+                  rotary_base='rope_theta', tied_head='tie_word_embeddings')
 LLAMA_KEYS = {**QWEN2_KEYS, 'bias': 'attention_bias'}
 ARCHITECTURES = {
     'gpt2': Gpt2('GPT2LMHeadModel', GPT2, GPT2_KEYS, {'layer_norm_epsilon': 1e-5}, 50.0),

@@ -16,24 +16,28 @@ from safetensors import SafetensorError, safe_open
 
 from model import GPT, ROW_PER_TOKEN, GPTConfig
 from plaingpt.data.foreign_tokenizer import download, read_tokenizer
-from plaingpt.inference.hf_architectures import READABLE, SIZES, check_fields, parts_of
+from plaingpt.inference.hf_architectures import READABLE, SIZES, check_fields
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import is_hub_name, read_json
 from plaingpt.weights import PRETRAINED, begin_new_tokens, check_finite, copy_rows
 
 # Older versions saved masks and the speeds of rotary positions beside the weights.
 NO_WEIGHTS = re.compile(r'transformer\.h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq')
-NANOGPT = '.pt', '.pth'  # endings of a file that torch saved
 
 
 def open_pretrained(source):
     """'gpt2…' or OWNER/NAME of the hub, a folder in the Hugging Face layout (one of READABLE)
     or a ckpt.pt of nanoGPT or build-nanogpt, or its folder → Pretrained. Raises UserError."""
-    path = find_pretrained(source)
-    if path.suffix in NANOGPT:
+    path = Path(source)
+    if (path / 'ckpt.pt').exists() and not (path / 'config.json').exists():
+        path = path / 'ckpt.pt'
+    if path.suffix in ('.pt', '.pth'):
         return Pretrained(source, path, *read_nanogpt(path))
     if source in PRETRAINED and not path.is_dir():
         return Pretrained(source, path, dict(PRETRAINED[source]))
+    if path.is_dir() and not (path / 'config.json').exists():
+        raise UserError(f'{source} has no checkpoint of a run, no config.json and no ckpt.pt: name '
+                        'a folder that has one of them')
     folder = path if path.is_dir() else download_model(source, ['config.json'])
     with explain_bad_folder(folder):
         return Pretrained(source, path, read_hf_config(folder)[1])
@@ -73,19 +77,16 @@ class Pretrained:
                 raise UserError(f'{self.source}: its lm_head.weight is not its wte.weight, though '
                                 'both are one matrix in this architecture')
 
-        def shapes(name, parts):  # what pads the vocabulary may be there, or not
+        def shape_of(name, parts):  # what pads the vocabulary may be there, or not
             most = config.vocab_size if name.endswith(ROW_PER_TOKEN) else math.inf
-            return [(min(rows, most), *rest) for rows, *rest in parts]
+            rows = min(most, sum(part.shape[:1].numel() for part in parts))
+            return ' and '.join(sorted({str((rows, *part.shape[1:])) for part in parts})) or 'none'
 
         with torch.device('meta'):
-            wanted = {name: p.shape for name, p in GPT(config).named_parameters()}
+            wanted = {name: [p] for name, p in GPT(config).named_parameters()}
         for name in sorted(wanted.keys() | found.keys()):
-            there = shapes(name, [part.shape or (1,) for part in found.get(name, ())])
-            rows = parts_of(name, config) if len(there) > 1 else None
-            right = shapes(name, [(n, *wanted[name][1:]) for n in rows or wanted[name][:1]]) \
-                if name in wanted else []
+            there, right = (shape_of(name, each.get(name, ())) for each in (found, wanted))
             if there != right:
-                there, right = (' and '.join(map(str, each)) or 'none' for each in (there, right))
                 raise UserError(f'{self.source}: its weights do not fit its configuration: '
                                 f'{name!r} is {there}, expected {right}')
         return found
@@ -131,20 +132,6 @@ class FileTensor:
         with safe_open(self.path, framework='pt') as f:
             tensor = f.get_slice(self.key)
             return tensor[:, rows].t() if self.transposed else tensor[rows]
-
-
-def find_pretrained(source):
-    """→ the path of the folder or of the ckpt.pt; of weights on the hub none is there."""
-    path = Path(source)
-    if (path / 'ckpt.pt').exists() and not (path / 'config.json').exists():
-        path = path / 'ckpt.pt'
-    if (path / 'state.json').exists():
-        raise UserError(f'{source} holds a checkpoint of a run, whose folder must be called iter- '
-                        'and its iteration, such as iter-00002000')
-    if path.is_dir() and not (path / 'config.json').exists():
-        raise UserError(f'{source} has no checkpoint of a run, no config.json and no ckpt.pt: name '
-                        'a folder that has one of them')
-    return path
 
 
 def read_hf(folder):

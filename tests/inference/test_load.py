@@ -87,7 +87,7 @@ def test_a_run_starts_from_one_checkpoint_of_another(trained, tiny, tmp_path, ca
     assert f'{path}: the run starts from its weights' in capsys.readouterr().out
     shutil.copytree(path, tmp_path / 'mine')
     line = fails(capsys, monkeypatch, sample.main, f'--init_from={tmp_path}/mine')
-    assert 'must be called iter-' in line
+    assert 'has no checkpoint of a run' in line
 
 
 def test_importing_plaingpt_waits_for_nothing():

@@ -58,10 +58,10 @@ class Requests:
                             'a tokenizer with an end-of-text token')
         return self.encoder.end_of_text
 
-    def tok_encode(self, string, add_special_tokens=None, **kwargs):
+    def tok_encode(self, string, **kwargs):
         return self.encoder.encode(string).tolist()
 
-    def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
+    def _loglikelihood_tokens(self, requests, **kwargs):
         """[(texts, ids of the context, ids of the continuation)] → [(log-likelihood of the
         continuation, whether it is the likeliest)]. A long context loses its beginning."""
         rows = []
@@ -173,16 +173,11 @@ def load_tasks(names):
         from lm_eval.tasks import TaskManager
 
         import_module('evaluate')
-    manager = TaskManager()
-    if unknown := [name for name in names.split(',')
-                   if not manager.match_tasks([name]) and not name.endswith('.yaml')]:
-        raise UserError(f'{names}: {", ".join(map(repr, unknown))} is neither val, test, train or '
-                        'text, nor a task of lm_eval: lm_eval ls tasks lists them')
     try:
-        loaded = manager.load(names.split(','))
-    except Exception as e:  # from the hub, from datasets, or from a task's own code
-        raise UserError(f'{names}: lm_eval cannot load them: {" ".join(str(e).split())}: see that '
-                        'their data can be downloaded') from None
+        loaded = TaskManager().load(names.split(','))
+    except Exception as e:  # an unknown name, the hub, datasets, or a task's own code
+        raise UserError(f'{names}: lm_eval cannot load them: {" ".join(str(e).split())}; its tasks '
+                        'are listed by lm_eval ls tasks') from None
     for task in loaded['tasks'].values():  # as its simple_evaluate does
         task.set_config('num_fewshot', task.get_config('num_fewshot') or 0)
         task.set_fewshot_seed(1234)

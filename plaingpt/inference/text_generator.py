@@ -15,7 +15,6 @@ from plaingpt.inference.generation import generate
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import printable
 
-KNOWN_CHARACTERS = 'write with characters of the training text'
 Natural = Annotated[int, 'at least 0']
 
 
@@ -128,10 +127,7 @@ class TextGenerator:
         block_size = self.model.config.block_size
         users = [i for i, message in enumerate(messages) if message['role'] == 'user']
         for first in users:
-            try:
-                ids = self.tokenizer.encode_prompt(messages[:users[0]] + messages[first:]).tolist()
-            except UserError as e:
-                raise UserError(f'the messages: {e}; {KNOWN_CHARACTERS}') from None
+            ids = self.tokenizer.encode_prompt(messages[:users[0]] + messages[first:]).tolist()
             if len(ids) <= block_size - min(sampling.max_new_tokens, block_size // 4):
                 break
         if len(ids) > block_size:
@@ -141,18 +137,13 @@ class TextGenerator:
         return ids, replace(sampling, max_new_tokens=room)
 
     def encode(self, text, where):
-        """→ ids. Raises UserError, beginning with `where`, for characters the tokenizer lacks."""
+        """→ ids. Raises UserError for a text that no model of this tokenizer continues."""
         if not isinstance(text, str):
             raise UserError(f'{where} must be a text')
-        try:
-            ids = self.tokenizer.encode(text).tolist()
-        except UserError as e:
-            raise UserError(f'{where}: {e}; {KNOWN_CHARACTERS}') from None
-        if not ids:
-            if self.tokenizer.end_of_text is None:
-                raise UserError(f'{where} is empty: give at least one character, such as --start=A')
-            ids = [self.tokenizer.end_of_text]  # each document begins with it
-        return ids
+        ids = self.tokenizer.encode(text).tolist()
+        if not ids and self.tokenizer.end_of_text is None:
+            raise UserError(f'{where} is empty: give at least one character, such as --start=A')
+        return ids or [self.tokenizer.end_of_text]  # each document begins with it
 
     def write(self, prompts, numbers, sampling, stop=(), show=None):
         """Continue `prompts`, lists of ids → texts.

@@ -114,7 +114,6 @@ LEARNED = SEQUENCE_TOKENS // 4  # tokens of the assistant among them, in convers
 SEQUENCES = 4096  # of the validation split to look for
 HALF = SEQUENCE_TOKENS // 2
 BLOCK_TOKENS = 2**17  # of the training split at a time
-TABLE_BITS = 23  # 8 MB; finds halves faster than a search among 131,072
 MUCH_IN_TRAIN = 0.1
 SHORT_TOKENS = 2 * SEQUENCE_TOKENS  # if documents are shorter on average, lines are compared too
 LINE_CHARS = 20  # shorter lines are everywhere
@@ -154,8 +153,8 @@ def find_overlap(train, val):
     is shorter than one. In conversations the assistant must say a quarter of a sequence.
 
     Each occurrence in `train` contains a block of 32 tokens that starts at a multiple of 32. So
-    only these blocks are looked up in a table of the halves of all sequences; around each that is
-    found, 64 tokens are compared by hashes of 64 bits: sums of the ids times random numbers.
+    only these blocks are looked up among the halves of all sequences; around each that is found,
+    64 tokens are compared. All by hashes of 64 bits: sums of the ids times random numbers.
     """
     count = min(SEQUENCES, len(val) // SEQUENCE_TOKENS)
     if not count:
@@ -169,23 +168,23 @@ def find_overlap(train, val):
     factors = np.random.default_rng(0).integers(-2**63, 2**63, size=SEQUENCE_TOKENS)
     hashes, counts = np.unique(wanted @ factors, return_counts=True)
     found = np.zeros(len(hashes), dtype=bool)
-    halves = sliding_window_view(wanted, HALF, axis=1)[:, :HALF] @ factors[:HALF]
-    is_half = np.zeros(2**TABLE_BITS, dtype=bool)  # chance adds 1.6% of what is no half of any
-    is_half[place_in_table(halves)] = True
+    half_hashes = np.unique(sliding_window_view(wanted, HALF, axis=1)[:, :HALF] @ factors[:HALF])
     with progress_bar('comparing the splits', len(train), 'tokens') as bar:
         for start in range(0, len(train) - SEQUENCE_TOKENS + 1, BLOCK_TOKENS):
             # Sequences that start in this block end in the next one.
             length = min(BLOCK_TOKENS + SEQUENCE_TOKENS - 1, len(train) - start)
             ids = train.read(start, length)
             halves = ids[:length // HALF * HALF].reshape(-1, HALF) @ factors[:HALF]
-            places = HALF * np.flatnonzero(is_half[place_in_table(halves)])
+            places = HALF * find_hashes(half_hashes, halves)[0]
             near = (places[:, None] - np.arange(HALF)).clip(0, length - SEQUENCE_TOKENS)
             there = sliding_window_view(ids, SEQUENCE_TOKENS)[near.ravel()] @ factors
-            which = np.searchsorted(hashes, there).clip(max=len(hashes) - 1)
-            found[which[hashes[which] == there]] = True
+            found[find_hashes(hashes, there)[1]] = True
             bar.update(min(BLOCK_TOKENS, len(train) - start))
     return int(counts[found].sum()) / len(wanted)
 
 
-def place_in_table(hashes):
-    return hashes.view(np.uint64) >> (64 - TABLE_BITS)
+def find_hashes(known, hashes):
+    """The hashes that are among `known`, which is in order → (their places, places in `known`)"""
+    which = np.searchsorted(known, hashes).clip(max=len(known) - 1)
+    there = np.flatnonzero(known[which] == hashes)
+    return there, which[there]

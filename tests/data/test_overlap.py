@@ -65,7 +65,6 @@ def test_it_is_the_share_of_sequences_that_a_plain_search_finds(
 def test_memory_is_that_of_a_few_pieces_and_not_of_the_splits(tmp_path, monkeypatch):
     monkeypatch.setattr(inspection, 'BLOCK_TOKENS', 2**13)
     monkeypatch.setattr(inspection, 'SEQUENCES', 2**8)
-    monkeypatch.setattr(inspection, 'TABLE_BITS', 16)
     ids = np.random.default_rng(2).integers(2**16, size=2**21)
     splits = [stream(tmp_path / name, ids) for name in ('train', 'val')]
     tracemalloc.start()

@@ -246,12 +246,11 @@ def whole_file(text, piece_chars=PIECE_CHARS):
     """A file is one document, and a blank file is none. Long files are cut where GPT-2's pattern
     also cuts, at white space that follows something else. So the tokens are those of the uncut
     file."""
-    blank, rest, is_new = [], '', True  # blank: white space at the beginning, perhaps all there is
+    rest, is_new = '', True
     while block := text.read(BLOCK_CHARS):
-        if is_new and not rest and block.isspace():
-            blank.append(block)
+        rest, start = rest + block, 0
+        if is_new and rest.isspace():  # perhaps that is all there is
             continue
-        rest, blank, start = ''.join([*blank, rest, block]), [], 0
         while len(rest) - start > piece_chars:
             end = place_to_cut(rest, start, piece_chars)
             yield rest[start:end], is_new

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import random
 import runpy
 import shutil
 import signal
@@ -176,6 +177,12 @@ def ask(question, answer, *more):
     texts = [question, answer, *more]
     return [{'role': ('user', 'assistant')[i % 2], 'content': text}
             for i, text in enumerate(texts)]
+
+
+def conversations(n, seed=0):
+    """Answers are of very different lengths, so that micro-batches have few targets or many."""
+    rng = random.Random(seed)
+    return [ask(f'{i}?' * rng.randint(1, 4), 'ab' * rng.choice((1, 1, 12))) for i in range(n)]
 
 
 def rounding(logits, n_layer, n_embd):

@@ -1,7 +1,29 @@
 import pytest
+from helpers import ask, conversations, prepare_corpora, write_chat
+
+import prepare
 
 
 @pytest.fixture
 def tiny(tiny):
     """Without the checks before the first step, which tests/checks has."""
     return [*tiny, '--check=False']
+
+
+@pytest.fixture(scope='session')
+def corpora(text_file, tmp_path_factory):
+    """A folder with the datasets data/char, data/byte, data/code, data/prose and data/chat. Some
+    questions of data/chat fill a sequence: with one in a micro-batch, nothing of it is learned."""
+    folder, text = tmp_path_factory.mktemp('corpora'), text_file.read_text()
+    prepare_corpora(folder, {'byte': text, 'code': text[:6000], 'prose': text[6000:60_000]})
+    prepare.main(['text', f'--input={text_file}', '--tokenizer=char',
+                  f'--data_dir={folder}/data/char'])
+    write_chat(folder / 'data/chat', conversations(150) + [ask('?' * 150, 'ab')] * 20,
+               conversations(20, seed=1))
+    return folder
+
+
+@pytest.fixture
+def data(corpora, tmp_path):
+    """These datasets are in the working directory."""
+    (tmp_path / 'data').symlink_to(corpora / 'data')

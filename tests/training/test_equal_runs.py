@@ -2,25 +2,20 @@
 copies of the model or shares of it, after a resume, and watched or not; for each kind of model and
 of data."""
 
-import random
 import shutil
 
 import pytest
 import torch
 from helpers import (
     TINY,
-    ask,
     launch,
     lines,
     one_benchmark,
     options,
-    prepare_corpora,
     same,
     weights,
-    write_chat,
 )
 
-import prepare
 import train
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import evaluation, optimizers, start, stopwatch
@@ -44,32 +39,16 @@ WAYS = {  # processes, settings
     'shares of the model': (2, ['--parallel=fsdp'])}
 
 
-@pytest.fixture(scope='module')
-def folder(text_file, tmp_path_factory):
-    """A folder with the datasets data/char, data/code, data/prose and data/chat. Answers are of
-    very different lengths, and some questions fill a sequence, so that a micro-batch may have many
-    targets or none."""
-    folder, text = tmp_path_factory.mktemp('equal'), text_file.read_text()
-    prepare.main(['text', f'--input={text_file}', '--tokenizer=char',
-                  f'--data_dir={folder}/data/char'])
-    prepare_corpora(folder, {'code': text[:6000], 'prose': text[6000:60_000]})
-    rng = random.Random(0)
-    asked = [ask(f'{i}?' * rng.randint(1, 4), 'ab' * rng.choice((1, 1, 12))) for i in range(170)]
-    write_chat(folder / 'data/chat', asked[20:] + [ask('?' * 150, 'ab')] * 20, asked[:20])
-    return folder
-
-
 @pytest.fixture(autouse=True)
-def here(folder, monkeypatch):
-    monkeypatch.chdir(folder)
+def here(data, monkeypatch):
     monkeypatch.setattr(start, 'document_start', lambda *_: 0)  # lines are documents
     monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda: False)  # Muon rounds nothing
 
 
 @pytest.fixture
-def whole(folder, recipe):
+def whole(corpora, recipe):
     """The out_dir of a run of the recipe in one process, which nothing interrupted."""
-    out_dir = folder / f'whole-{recipe}'
+    out_dir = corpora / f'whole-{recipe}'
     if not out_dir.exists():
         train.main([*TINY, *STEP, *RECIPES[recipe], f'--out_dir={out_dir}'])
     return out_dir

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers import TINY, lines, prepare_corpora
+from helpers import TINY, lines
 
 import evaluate
 import train
@@ -11,18 +11,9 @@ from plaingpt.data.dataset import open_dataset
 from plaingpt.system.errors import UserError
 
 
-@pytest.fixture(scope='module')
-def corpora(text_file, tmp_path_factory):
-    """A folder with data/code and data/prose."""
-    folder, text = tmp_path_factory.mktemp('corpora'), text_file.read_text()
-    return prepare_corpora(folder, {'code': text[:6000], 'prose': text[6000:60_000]})
-
-
 @pytest.fixture
-def two(corpora, tmp_path, monkeypatch):
-    """The options of a short run on both; data/ is in the working directory."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / 'data').symlink_to(corpora / 'data')
+def two(data):
+    """The options of a short run on two corpora."""
     return [*TINY, '--max_iters=6', '--n_layer=1', '--gradient_accumulation_steps=6',
             '--check=False', '--dataset=code:0.3,prose:0.7']
 

@@ -56,24 +56,17 @@ def working(logs):
     return all(log.exists() and '2\n' in log.read_text() for log in logs.values())
 
 
-@pytest.mark.parametrize(('size', 'lost'), [
-    pytest.param(2, 0, marks=pytest.mark.slow), (3, 2)])
-def test_a_process_that_is_killed_ends_the_others(tmp_path, size, lost):
-    pids, logs = start(tmp_path, size, work, 60)
+@pytest.mark.parametrize(('size', 'lost', 'how', 'timeout_s'), [
+    pytest.param(2, 0, signal.SIGKILL, 60, marks=pytest.mark.slow), (3, 2, signal.SIGKILL, 60),
+    (2, 1, signal.SIGSTOP, 3)])
+def test_a_process_that_is_killed_or_hangs_ends_the_others(tmp_path, size, lost, how, timeout_s):
+    pids, logs = start(tmp_path, size, work, timeout_s)
     wait_until(lambda: working(logs))
+    os.kill(pids[lost], how)
+    for rank in pids.keys() - {lost}:
+        assert exit_code(pids[rank]) == 2 and 'or lost it' in error_in(logs[rank])
     os.kill(pids[lost], signal.SIGKILL)
-    for rank, pid in pids.items():
-        assert exit_code(pid) == (2 if rank != lost else -signal.SIGKILL)
-        assert rank == lost or 'or lost it' in error_in(logs[rank])
-
-
-def test_a_process_that_hangs_ends_the_others_after_a_while(tmp_path):
-    pids, logs = start(tmp_path, 2, work, 3)
-    wait_until(lambda: working(logs))
-    os.kill(pids[1], signal.SIGSTOP)
-    assert exit_code(pids[0]) == 2 and 'or lost it' in error_in(logs[0])
-    os.kill(pids[1], signal.SIGKILL)
-    exit_code(pids[1])
+    assert exit_code(pids[lost]) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize('missing', [[1, 2], pytest.param([0], marks=pytest.mark.slow)])
@@ -106,33 +99,26 @@ def test_a_process_that_is_done_early_waits_for_those_that_are_not(tmp_path):
 # a step
 
 
-def test_a_step_of_several_processes_sends_gradients_and_no_tables_of_constants(monkeypatch):
+def test_a_step_of_several_processes_sends_gradients_alone_which_take_no_memory_beside(
+        monkeypatch):
     for key, value in ranks(1)[0].items():
         monkeypatch.setenv(key, value)
-    model = GPT(GPTConfig(16, 65, 1, 2, 32, rotary=True))
-    assert [name for name, _ in model.named_buffers()]
+    model = GPT(GPTConfig(16, 65, 2, 2, 32, rotary=True))
+    assert [name for name, _ in model.named_buffers()]  # tables of constants, which do not travel
+    scaler = torch.amp.GradScaler('cpu', enabled=False)
+    optimizer = build_optimizer(model, TrainConfig())
     idx = torch.zeros(2, 16, dtype=torch.int64)
     with process_group(launched_world(), CPU):
         ddp = train.replicate(model, CPU)
         with torch.profiler.profile() as profile:
             ddp(idx, idx)[1].backward()
-    sent = {event.key for event in profile.key_averages()}
-    assert 'gloo:all_reduce' in sent and 'gloo:broadcast' not in sent
-
-
-def test_gradients_of_several_processes_take_no_memory_beside_what_travels(monkeypatch):
-    for key, value in ranks(1)[0].items():
-        monkeypatch.setenv(key, value)
-    model, scaler = GPT(GPTConfig(16, 65, 2, 2, 32)), torch.amp.GradScaler('cpu', enabled=False)
-    optimizer = build_optimizer(model, TrainConfig())
-    idx = torch.zeros(2, 16, dtype=torch.int64)
-    with process_group(launched_world(), CPU):
-        ddp = train.replicate(model, CPU)
         guard, places = StepGuard(None, None, CPU), []
         for step in range(3):
             loss = forward_backward(ddp, repeat((idx, idx)), 3, scaler, nullcontext())
             update(ddp, optimizer, scaler, 1.0, guard, step, loss)
             places.append([p.grad.data_ptr() for p in model.parameters()])
+    sent = {event.key for event in profile.key_averages()}
+    assert 'gloo:all_reduce' in sent and 'gloo:broadcast' not in sent
     assert places[1] == places[2]  # DDP arranges its buckets in the first step
     buckets = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes()
                for p in model.parameters()}

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, fails, run
+from helpers import fails
 
 import train
 from plaingpt.system.files import append_line, lock_output_dir
@@ -21,12 +21,6 @@ def test_a_line_does_not_continue_half_of_another(tmp_path):
 def test_a_line_that_the_disk_refuses_is_told(capsys):
     append_line('/dev/full', {'a': 1})
     assert 'a line of /dev/full is lost: No space left on device' in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_disk_that_fills_up_loses_nothing():
-    out = run(ROOT / 'tools/torture.py', 'disks', '--disks=1', '--seed=3')
-    assert 'nothing was lost' in out and 'disks: 1 rounds' in out
 
 
 # -----------------------------------------------------------------------------

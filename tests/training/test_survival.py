@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -29,7 +30,6 @@ import train
 from plaingpt.data.batches import BatchLoader
 from plaingpt.system import distributed as runtime
 from plaingpt.system.distributed import StopRequest
-from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import step_guard
 
@@ -130,9 +130,15 @@ def test_a_run_stopped_anywhere_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_kills_and_signals_at_random_instants_lose_nothing():
-    out = run(ROOT / 'tools/torture.py', 'kills', 'signals', '--kills=1', '--signals=1')
-    assert 'nothing was lost' in out and 'kills: 1 rounds' in out
+@pytest.mark.parametrize('asked', [
+    'kills signals --kills=1 --signals=1', 'disks --disks=1 --seed=3', 'files --files=12 --seed=1'])
+def test_what_comes_at_random_loses_nothing(asked):
+    # In a process of its own: forks of this one would lack the threads of earlier tests.
+    out = run(ROOT / 'tools/torture.py', *asked.split())
+    assert 'nothing was lost' in out
+    for group, rounds in re.findall(r'--(\w+)=(\d+)', asked.partition(' --seed')[0]):
+        assert f'{group}: {rounds} rounds' in out
+    assert ('files' not in asked) or ' refused' in out
 
 
 # -----------------------------------------------------------------------------
@@ -190,26 +196,20 @@ def test_a_bad_step_leaves_weights_and_optimizer_alone(tiny, tmp_path, monkeypat
     assert gradient['iter'] == 4 and gradient['loss'][0] < 5 and gradient['grad_norm'] == 'nan'
 
 
+@pytest.mark.parametrize(('dtype', 'bad_losses', 'bad_gradients', 'end'), [
+    ('float32', [3, 4, 5, 6], [], 6), ('float16', [], range(3, 99), 22)])  # 16 may overflow
 def test_too_many_bad_steps_in_a_row_stop_the_run_with_the_weights_before_them(
-        tiny, tmp_path, capsys, monkeypatch):
-    in_the_loop(monkeypatch, forward_backward=spoil_steps([3, 4, 5, 6]))
+        tiny, tmp_path, capsys, monkeypatch, dtype, bad_losses, bad_gradients, end):
+    in_the_loop(monkeypatch, forward_backward=spoil_steps(bad_losses, bad_gradients))
     monkeypatch.setattr(step_guard, 'MAX_BAD_STEPS', 3)
     message = fails(capsys, monkeypatch, train.main, *tiny, '--checkpoint_interval=2',
-                    '--log_interval=100', '--eval_interval=100', '--max_iters=100')
+                    '--log_interval=100', '--eval_interval=100', '--max_iters=100',
+                    f'--dtype={dtype}')
     assert 'the last 3 steps' in message and '--learning_rate' in message
-    assert checkpoints.find(tmp_path / 'out').iter_num == 6  # seen when it was saved
-    assert same(weights(tmp_path / 'out', 2), weights(tmp_path / 'out', 6))
-
-
-def test_gradients_that_stay_infinite_stop_a_run_in_float16(tiny, tmp_path, monkeypatch):
-    in_the_loop(monkeypatch, forward_backward=spoil_steps([], range(1, 99)))
-    monkeypatch.setattr(step_guard, 'MAX_BAD_STEPS', 3)
-    with pytest.raises(UserError, match='not finite'):
-        train.main([*tiny, '--dtype=float16', '--max_iters=99', '--eval_interval=99',
-                    '--checkpoint_interval=5'])
     found = checkpoints.find(tmp_path / 'out')
-    assert found.iter_num < 50 and same(weights(tmp_path / 'out', 5), weights(tmp_path / 'out'))
-    assert found.state['scaler']['scale'] > 0 and len(anomalies(tmp_path / 'out')) == 3
+    assert found.iter_num == end  # seen when it was saved
+    assert same(weights(tmp_path / 'out', end - 4), weights(tmp_path / 'out', end))
+    assert found.state['scaler'].get('scale', 1) > 0 and anomalies(tmp_path / 'out')
 
 
 # -----------------------------------------------------------------------------
@@ -226,10 +226,3 @@ def test_a_final_save_that_fails_is_exit_code_1(tiny, trained, tmp_path, monkeyp
         train.main([*tiny, '--init_from=resume', '--max_iters=7'])
     assert exit_.value.code == 1 and 'No space left' in capsys.readouterr().err
     assert checkpoints.find(tmp_path / 'out').iter_num == 6
-
-
-@pytest.mark.slow
-def test_damaged_files_are_refused_in_one_line_or_without_effect():
-    # In a process of its own: forks of this one would lack the threads of earlier tests.
-    out = run(ROOT / 'tools/torture.py', 'files', '--files=12', '--seed=1')
-    assert 'nothing was lost' in out and 'files: 12 rounds' in out and ' refused' in out

@@ -5,7 +5,6 @@ its default: a model with a new flag goes out with its own code, and so does one
 not compute what it did.
 """
 
-import re
 from dataclasses import asdict, dataclass, fields, replace
 
 import torch
@@ -34,8 +33,8 @@ class Architecture:
     """What Gpt2 and Llama have in common. Each of them has besides
 
     fixed         GPTConfig → what else config.json must say
-    write_weights {our name: tensor}, GPTConfig → {their name: tensor}
-    our_place     their name → (our name, which of its parts, whether it is transposed)
+    write_weights {our name: tensor}, GPTConfig → {their name: tensor}; they share memory, so that
+                  weights are read by copying them into these
     """
 
     hf_class: str  # its class in transformers
@@ -134,27 +133,20 @@ class Gpt2(Architecture):
                 found[name.replace('.weight', '.bias')] = torch.zeros(w.shape[-1])
         return found
 
-    def our_place(self, name):
-        """OpenAI's own upload leaves the prefix of the names out."""
-        ours = name if name.startswith(('transformer.', 'lm_head.')) else f'transformer.{name}'
-        return ours, 0, name.endswith(TRANSPOSED)
 
-
-# Llama and Qwen: our module → theirs, whose weights may be parts of one matrix of ours.
-LLAMA_MODULES = {
+# In Llama and Qwen: part of our name → of theirs, whose weights may be parts of one matrix of ours.
+LLAMA_NAMES = {
     'transformer.wte': ['model.embed_tokens'],
-    'transformer.h.#.ln_1': ['model.layers.#.input_layernorm'],
-    'transformer.h.#.attn.c_attn': [f'model.layers.#.self_attn.{x}_proj' for x in 'qkv'],
-    'transformer.h.#.attn.q_norm': ['model.layers.#.self_attn.q_norm'],
-    'transformer.h.#.attn.k_norm': ['model.layers.#.self_attn.k_norm'],
-    'transformer.h.#.attn.c_proj': ['model.layers.#.self_attn.o_proj'],
-    'transformer.h.#.ln_2': ['model.layers.#.post_attention_layernorm'],
-    'transformer.h.#.mlp.c_fc': [f'model.layers.#.mlp.{x}_proj' for x in ('gate', 'up')],
-    'transformer.h.#.mlp.c_proj': ['model.layers.#.mlp.down_proj'],
+    'transformer.h.': ['model.layers.'],
     'transformer.ln_f': ['model.norm'],
+    'ln_1.': ['input_layernorm.'],
+    'ln_2.': ['post_attention_layernorm.'],
+    '.attn.': ['.self_attn.'],
+    'c_attn.': ['q_proj.', 'k_proj.', 'v_proj.'],
+    'attn.c_proj.': ['attn.o_proj.'],
+    'c_fc.': ['gate_proj.', 'up_proj.'],
+    'mlp.c_proj.': ['mlp.down_proj.'],
 }
-OUR_PARTS = {part: (module, i) for module, parts in LLAMA_MODULES.items()
-             for i, part in enumerate(parts)}
 
 
 class Llama(Architecture):
@@ -172,26 +164,13 @@ class Llama(Architecture):
     def write_weights(self, weights, config):
         found = {}
         for name, w in without_padding(weights, config).items():
-            module, layer, kind = split_name(name)
-            parts = LLAMA_MODULES.get(module, [module])
-            split = w.split(config.qkv_sizes) if module.endswith('c_attn') else w.chunk(len(parts))
-            for part, rows in zip(parts, split, strict=True):
-                found[f'{part.replace("#", layer)}.{kind}'] = rows
+            theirs = [name]
+            for ours, parts in LLAMA_NAMES.items():
+                if ours in name:
+                    theirs = [each.replace(ours, part) for each in theirs for part in parts]
+            rows = w.split(config.qkv_sizes) if '.c_attn.' in name else w.chunk(len(theirs))
+            found |= zip(theirs, rows, strict=True)
         return found
-
-    def our_place(self, name):
-        module, layer, kind = split_name(name)
-        if module not in OUR_PARTS:
-            return name, 0, False
-        ours, i = OUR_PARTS[module]
-        return f'{ours.replace("#", layer)}.{kind}', i, False
-
-
-def split_name(name):
-    """'model.layers.3.mlp.up_proj.bias' → ('model.layers.#.mlp.up_proj', '3', 'bias')."""
-    layer = re.search(r'\.(\d+)\.', name)
-    module, _, kind = re.sub(r'\.\d+\.', '.#.', name).rpartition('.')
-    return module, layer[1] if layer else '', kind
 
 
 class OwnCode:
@@ -216,9 +195,6 @@ class OwnCode:
 
     def write_weights(self, weights, config):
         return {f'gpt.{name}': w for name, w in weights.items()}
-
-    def our_place(self, name):
-        return name.removeprefix('gpt.'), 0, False
 
 
 # Dropout and initialisation do not change what a trained model computes. Attention that stays

@@ -132,10 +132,10 @@ CHANGES = [  # of config.json, and what the line says
     ('model_type', 'mistral', "model_type='mistral'"), ('hidden_act', 'gelu', "hidden_act='gelu'"),
     ('mlp_bias', True, 'mlp_bias=True'), ('attention_bias', True, 'mlp_bias'),
     ('vocab_size', 'many', "vocab_size='many'"), ('vocab_size', 101, 'lm_head'),
-    ('num_hidden_layers', 3, 'is none, expected'), ('num_hidden_layers', 1, 'h.1.'),
+    ('num_hidden_layers', 3, 'is none, expected'), ('num_hidden_layers', 1, 'layers.1.'),
     ('hidden_size', None, 'hidden_size'), ('tie_word_embeddings', True, 'one matrix'),
     ('use_sliding_window', True, 'use_sliding_window'), ('num_attention_heads', 5, 'n_head=5'),
-    ('num_key_value_heads', 1, 'c_attn'), ('intermediate_size', 100, 'c_fc'),
+    ('num_key_value_heads', 1, 'k_proj'), ('intermediate_size', 100, 'down_proj'),
     ('layer_types', ['sliding_attention'], 'sliding_attention'),
     ('partial_rotary_factor', 0.5, 'partial_rotary_factor=0.5'),
     ('rope_parameters', {'rope_type': 'yarn', 'factor': 4.0}, 'yarn'),
@@ -169,8 +169,8 @@ KEY = 'model.layers.1.self_attn.k_proj.weight'
 
 
 @pytest.mark.parametrize(('spoil', 'words'), [
-    (lambda w: w.pop(KEY), 'c_attn.weight'),
-    (lambda w: w.update({KEY: w[KEY].t().contiguous()}), 'c_attn.weight'),
+    (lambda w: w.pop(KEY), f'{KEY!r} is none'),
+    (lambda w: w.update({KEY: w[KEY].t().contiguous()}), f'{KEY!r} is (48, 16)'),
     (lambda w: w.update({KEY: w[KEY] * math.inf}), 'not finite'),
     (lambda w: w.update({'model.layers.1.self_attn.q_norm.weight': torch.ones(8)}),
      'expected none')])

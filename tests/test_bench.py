@@ -3,7 +3,6 @@ import sys
 from contextlib import redirect_stdout
 
 import pytest
-from helpers import fails
 
 import bench
 import train
@@ -32,12 +31,3 @@ def test_a_sweep_trains_and_is_saved_without_matplotlib(tiny, tmp_path, capsys, 
     assert base['final_loss'] != changed['final_loss'] and changed['variant'] == 'n_layer=2'
     kept = tmp_path / 'results/sweep-n_layer/n_layer=2,seed=1337'
     assert (kept / 'checkpoints').is_dir() and (kept / 'run.json').exists()
-
-
-def test_a_benchmark_says_what_it_cannot_do(capsys, monkeypatch, tmp_path):
-    (tmp_path / 'file').touch()
-    for words, said in (('--judge --sweep=conv=0,4', 'one at a time'),
-                        ('--memory', 'python plan.py CONFIG says'),
-                        ('--minutes=3', 'minutes=3.0 is for train.py'),
-                        (f'--save={tmp_path}/file', f'save={tmp_path}/file')):
-        assert said in fails(capsys, monkeypatch, bench.main, '--device=cpu', *words.split())

@@ -35,26 +35,22 @@ def texts(text_file, tmp_path_factory):
     return {**found, 'chat': write_chat(folder / 'chat', talks)}
 
 
-def trained_on(dataset, out_dir, seed, **settings):
-    train.main(options(**{**SHAPE, **RUN, 'dataset': dataset, 'out_dir': out_dir, 'seed': seed,
-                          'eval_interval': 1000, 'check': False, **settings}))
-    return out_dir
-
-
 @pytest.fixture(scope='module')
 def bases(texts, chat_model, tmp_path_factory):
     """{name: out_dir of a run}: barely trained, trained fast, overfit, random in GPT-2's depth, and
     tuned on conversations."""
     folder = tmp_path_factory.mktemp('bases')
+    for name, text, seed, max_iters, learning_rate in (
+            ('tiny', 'code', 1, 6, 6e-4), ('fast', 'code', 2, 60, 3e-3),
+            ('overfit', 'line', 3, 200, 1e-2)):
+        train.main(options(**SHAPE, **RUN, dataset=texts[text], out_dir=folder / name, seed=seed,
+                           max_iters=max_iters, learning_rate=learning_rate, eval_interval=1000,
+                           check=False))
     torch.manual_seed(0)
-    random = GPT(GPTConfig(32, ByteTokenizer.vocab_size, 12, 2, 32))
-    return {
-        'tiny': trained_on(texts['code'], folder / 'tiny', 1, max_iters=6),
-        'fast': trained_on(texts['code'], folder / 'fast', 2, max_iters=60, learning_rate=3e-3),
-        'overfit': trained_on(texts['line'], folder / 'overfit', 3, max_iters=200,
-                              learning_rate=1e-2),
-        'random': save(random, ByteTokenizer(), folder / 'random'),
-        'tuned': chat_model}
+    save(GPT(GPTConfig(32, ByteTokenizer.vocab_size, 12, 2, 32)), ByteTokenizer(),
+         folder / 'random')
+    return {**{name: folder / name for name in ('tiny', 'fast', 'overfit', 'random')},
+            'tuned': chat_model}
 
 
 def check(capsys, base, dataset, recipe, seed, out_dir):

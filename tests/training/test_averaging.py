@@ -5,7 +5,6 @@ import torch
 from helpers import lines, same, weights
 
 import train
-from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training.averaging import averaged, keep_average
 
 
@@ -37,11 +36,3 @@ def test_a_run_can_end_its_average_and_goes_on_from_the_weights(tiny, tmp_path):
     assert same(weights(out), weights(plain))
     assert [line['loss'] for line in lines(out, 'loss')] \
         == [line['loss'] for line in lines(plain, 'loss')]
-
-
-def test_what_is_evaluated_is_what_is_saved(tiny, tmp_path):
-    train.main([*tiny, '--average_decay=0.5'])
-    logged = lines(tmp_path / 'out', 'val_loss')[-1]['val_loss']
-    assert checkpoints.find(tmp_path / 'out').val_loss == logged
-    train.main([*tiny, f'--init_from={tmp_path}/out', f'--out_dir={tmp_path}/new', '--max_iters=0'])
-    assert lines(tmp_path / 'new', 'val_loss')[-1]['val_loss'] == pytest.approx(logged, abs=1e-6)

@@ -87,15 +87,3 @@ def test_another_last_word_of_a_user_changes_no_gradient_and_another_answer_does
     assert found['a'][0] == found['b'][0] != found['c'][0]
     assert all(map(torch.equal, found['a'][1], found['b'][1]))
     assert not any(map(torch.equal, found['a'][1], found['c'][1]))
-
-
-@pytest.mark.parametrize('chunk', [0, 64])
-def test_a_micro_batch_without_a_target_adds_nothing(dataset, chunk):
-    model = make_model()
-    model.loss_chunk_tokens = chunk
-    idx, targets, _ = dataset.loader('train', True, T, SEQUENCES).train_batch(0, 0)
-    expected = forward_backward(model, iter([(idx, targets, 1.0)]), 1, NO_SCALER, nullcontext())
-    wanted = gradients(model)
-    batches = iter([(idx, torch.full_like(targets, -1), 0.0), (idx, targets, 1.0)])
-    assert forward_backward(model, batches, 2, NO_SCALER, nullcontext()) == expected
-    assert all(map(torch.equal, gradients(model), wanted))

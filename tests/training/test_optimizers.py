@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import same
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, GPTConfig
@@ -33,10 +34,6 @@ def trained(model, optimizer, steps=3, seed=0):
 
 def copies(parameters):
     return [p.detach().clone() for p in parameters]
-
-
-def same(a, b):
-    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
 def made(name='muon', shape=SHAPE, **options):

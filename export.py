@@ -24,6 +24,7 @@ from plaingpt.inference.gguf_export import DTYPES, build_gguf, write_gguf
 from plaingpt.inference.hf_architectures import OWN_CODE, choose_architecture
 from plaingpt.inference.hf_export import write_hf
 from plaingpt.system.errors import UserError, run_script
+from plaingpt.system.formatting import printable
 from plaingpt.training.open_weights import ModelChoice, load
 
 
@@ -86,7 +87,8 @@ def main(argv):
         folder.mkdir(parents=True)
         if writer is None:
             card = model_card(dest.name, model, weights.source, weights.state)
-            write_hf(folder, model, tokenizer, card, getattr(torch, config.dtype))
+            (folder / 'README.md').write_text(printable(card), encoding='utf-8')
+            write_hf(folder, model, tokenizer, getattr(torch, config.dtype))
             folder.rename(dest)
         else:
             write_gguf(folder / dest.name, writer)

@@ -30,7 +30,7 @@ def exported(tmp_path_factory):
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.3)
     folder = tmp_path_factory.mktemp('exported')
-    write_hf(folder, model, ByteTokenizer(), '')
+    write_hf(folder, model, ByteTokenizer())
     return folder
 
 

@@ -238,7 +238,7 @@ def build_generators(shape, device, batch, folder):
     from transformers import AutoModelForCausalLM, GenerationConfig
     torch.manual_seed(0)
     model = GPT(shape).eval()
-    write_hf(folder, model, ByteTokenizer(), '')
+    write_hf(folder, model, ByteTokenizer())
     prompt = torch.randint(0, shape.vocab_size, (batch, PROMPT))
     n = min(NEW, shape.block_size - PROMPT)
     sampling = GenerationConfig(max_new_tokens=n, min_new_tokens=n, do_sample=True, top_k=200,

@@ -37,6 +37,9 @@ def build_gguf(model, tokenizer, dtype):
     if name == OWN_CODE or config.rotary_factor != 1 or config.mlp not in ('gelu', 'swiglu'):
         raise UserError('format=gguf: llama.cpp has no model of this shape: train with '
                         'config/qwen3_shape.py behind your recipe, or export to transformers')
+    if getattr(tokenizer, 'base', tokenizer).to_json()['kind'] in ('char', 'ids'):
+        raise UserError('format=gguf: llama.cpp takes no tokenizer of characters, and no ids: '
+                        'prepare text with --tokenizer=byte or bpe, or export to transformers')
     if is_foreign(tokenizer):
         raise UserError("format=gguf: with a tokenizer of others, export to transformers, and give "
                         "that folder to llama.cpp's convert_hf_to_gguf.py")
@@ -102,13 +105,7 @@ def add_tokenizer(writer, tokenizer):
     """The tokens, and how llama.cpp finds them in text. It puts no end of text before a prompt."""
     import gguf
     made = hf_tokenizer(tokenizer)
-    if made['pre_tokenizer'] is None:
-        raise UserError('format=gguf: llama.cpp takes no tokenizer of characters: prepare the text '
-                        'with --tokenizer=byte or bpe, or export to transformers')
     vocab, merges = made['model']['vocab'], made['model']['merges']
-    if lacking := vocab[END_OF_TEXT] - 256 - len(merges):
-        raise UserError(f'{lacking} tokens of this tokenizer are not merged from two others, as '
-                        'llama.cpp finds them')
     control = {token['id'] for token in made['added_tokens']}
     writer.add_tokenizer_model('gpt2')
     writer.add_tokenizer_pre('gpt-2')

@@ -20,14 +20,13 @@ from plaingpt.data.foreign_tokenizer import (
 from plaingpt.data.tokenizers import IdsTokenizer, is_chat
 from plaingpt.inference.hf_architectures import OWN_CODE, READABLE, choose_architecture
 from plaingpt.system.errors import UserError
-from plaingpt.system.formatting import printable
 
 END_OF_TEXT, PADDING = '<|endoftext|>', '<|padding|>'
 
 
-def write_hf(folder, model, tokenizer, card, dtype=torch.float32):
-    """Write weights, configuration, tokenizer and the model card, a Markdown text, into `folder`,
-    a Path, and of a model that transformers has no class for its code. Raises UserError."""
+def write_hf(folder, model, tokenizer, dtype=torch.float32):
+    """Write weights, configuration and tokenizer into `folder`, a Path, and of a model that
+    transformers has no class for its code. Raises UserError."""
     name = choose_architecture(model)
     architecture = READABLE[name]
     weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
@@ -48,7 +47,6 @@ def write_hf(folder, model, tokenizer, card, dtype=torch.float32):
     for name, value in files.items():
         text = value if isinstance(value, str) else json.dumps(value, indent=1) + '\n'
         (folder / name).write_text(text, encoding='utf-8', newline='')
-    (folder / 'README.md').write_text(printable(card), encoding='utf-8')
 
 
 def is_foreign(tokenizer):
@@ -104,12 +102,9 @@ def foreign_files(tokenizer):
 
 def first_and_last(tokenizer):
     """→ (the id that a text begins with, the one that ends it), None where there is none."""
-    if is_foreign(tokenizer):
-        base = getattr(tokenizer, 'base', tokenizer)
-        return base.end_of_text, tokenizer.end_of_turn if is_chat(tokenizer) else min(
-            base.ends - {base.end_of_text}, default=base.end_of_text)
     begin = tokenizer.end_of_text
-    return begin, tokenizer.end_of_turn if is_chat(tokenizer) else begin
+    return begin, tokenizer.end_of_turn if is_chat(tokenizer) else min(
+        tokenizer.ends - {begin}, default=begin)
 
 
 # -----------------------------------------------------------------------------
@@ -120,8 +115,6 @@ def hf_tokenizer(tokenizer):
     """The content of tokenizer.json (the format of Hugging Face's tokenizers library)."""
     whole, tokenizer = tokenizer, tokenizer.base if is_chat(tokenizer) else tokenizer
     kind, end = tokenizer.to_json()['kind'], tokenizer.end_of_text
-    if kind == 'ids':
-        raise UserError('its tokens are ids of your own, which no tokenizer.json can tell')
     special = {} if end is None else {END_OF_TEXT: end}
     merges = []
     if kind == 'char':

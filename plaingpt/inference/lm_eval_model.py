@@ -40,11 +40,14 @@ def lm_eval_model(*arguments, **how):
 class Requests:
     """Answers the requests of lm_eval with a GPT and its tokenizer.
 
-    context, group, before_batch: as of log_likelihoods, which shares the requests among the
-    processes; lm_eval takes each process for the only one
+    context: autocast or none
+    group: of distributed.gloo_group, for processes that share the requests; lm_eval takes each
+    process for the only one
+    before_batch: called by all processes equally often; what it raises ends this
     """
 
-    def __init__(self, model, tokenizer, batch_size, context, group=None, before_batch=None):
+    def __init__(self, model, tokenizer, batch_size, context, group=None,
+                 before_batch=lambda: None):
         super().__init__()
         self.gpt, self.encoder, self.batch_size = model, tokenizer, batch_size
         self.context, self.group, self.before_batch = context, group, before_batch
@@ -63,8 +66,9 @@ class Requests:
 
     def _loglikelihood_tokens(self, requests, **kwargs):
         """[(texts, ids of the context, ids of the continuation)] → [(log-likelihood of the
-        continuation, whether it is the likeliest)]. A long context loses its beginning."""
-        rows = []
+        continuation in nats, whether it is the likeliest)], the same on all processes, which share
+        the work. A long context loses its beginning."""
+        rows, world = [], launched_world()
         for _, before, after in requests:
             if not 0 < len(after) <= self.block_size:
                 raise UserError(f'lm_eval: an answer of {len(after)} tokens, and the block_size '
@@ -72,10 +76,20 @@ class Requests:
             ids = np.array([*before, *after], dtype=np.int64)[-(self.block_size + 1):]
             rows.append((ids, len(after)))
         order = np.argsort([-len(ids) for ids, _ in rows], kind='stable')  # less padding
-        scores = np.zeros((len(rows), 2))
-        scores[order] = log_likelihoods(self.gpt, [rows[i] for i in order], self.batch_size,
-                                        self.context, self.group, self.before_batch)
-        return [(float(logp), bool(likeliest)) for logp, likeliest in scores]
+        mine = order[world.rank::world.size]
+        scores = np.zeros((len(mine), 2))
+        with tqdm(total=len(mine), desc='lm_eval', leave=False,
+                  disable=None if world.is_main else True) as bar:
+            for first in range(0, math.ceil(len(rows) / world.size), self.batch_size):
+                self.before_batch()
+                batch = [rows[i] for i in mine[first:first + self.batch_size]]
+                if batch:  # another process may have one more
+                    scores[first:first + len(batch)] = score_batch(self.gpt, batch, self.context)
+                    bar.update(len(batch))
+        found = np.zeros((len(rows), 2))
+        for rank, part in enumerate(all_gather(scores, self.group)):
+            found[order[rank::world.size]] = part
+        return [(float(logp), bool(likeliest)) for logp, likeliest in found]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         """→ the log-likelihood of each text as a whole, block_size tokens at a time."""
@@ -95,8 +109,7 @@ class Requests:
         """→ a continuation of each text, which ends before the first of its stop strings."""
         generator, texts = TextGenerator(self.gpt, self.encoder, self.context), []
         for i, request in enumerate(requests):
-            if self.before_batch:
-                self.before_batch()
+            self.before_batch()
             prompt, options = request.args
             sampling = Sampling(
                 max_new_tokens=options.get('max_gen_toks', 256), top_k=options.get('top_k', 0),
@@ -108,37 +121,12 @@ class Requests:
         return texts
 
 
-def log_likelihoods(model, rows, batch_size, context, group=None, before_batch=None):
-    """The log-likelihoods of the ends of token sequences. The processes share the work.
-
-    rows: a list of (ids, n): the last n of ids are scored, each given all before it
-    context: autocast or none; group: of distributed.gloo_group
-    before_batch: called by all processes equally often; what it raises ends this
-    → float64 (len(rows), 2): the sum of these log-probabilities in nats, and 1 if each of these
-    tokens is the likeliest in its place, else 0. The same on all processes.
-    """
-    world = launched_world()
-    mine = range(len(rows))[world.rank::world.size]
-    scores = np.zeros((len(mine), 2))
-    with tqdm(total=len(mine), desc='lm_eval', leave=False,
-              disable=None if world.is_main else True) as bar:
-        for first in range(0, math.ceil(len(rows) / world.size), batch_size):
-            if before_batch:
-                before_batch()
-            batch = [rows[i] for i in mine[first:first + batch_size]]
-            if batch:  # another process may have one more
-                scores[first:first + len(batch)] = score_batch(model, batch, context)
-                bar.update(len(batch))
-    out = np.zeros((len(rows), 2))
-    for rank, part in enumerate(all_gather(scores, group)):
-        out[rank::world.size] = part
-    return out
-
-
 @torch.no_grad()
 def score_batch(model, rows, context):
-    """[(ids, n)] → (len(rows), 2) as log_likelihoods. Short rows are padded at the end; causal
-    attention keeps the padding invisible."""
+    """Token sequences, a list of (ids, n), of which the last n are scored, each given all before it
+    → float64 (len(rows), 2): the sum of their log-probabilities in nats, and 1 if each is the
+    likeliest in its place, else 0. Short rows are padded at the end; causal attention keeps the
+    padding invisible."""
     device = model.lm_head.weight.device
     width = max(len(ids) for ids, _ in rows) - 1
     idx = torch.zeros(len(rows), width, dtype=torch.long)  # (B, T)
@@ -152,15 +140,12 @@ def score_batch(model, rows, context):
         x = model.hidden(idx.to(device))[scored.to(device)]  # (N, C): scored positions only
         logp, likeliest = [], []
         for x_i, t in zip(x.split(CHUNK), targets[scored].to(device).split(CHUNK), strict=True):
-            logits = model.logits(x_i)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # (n, V)
+            logits = model.logits(x_i).float()  # (n, V)
             logp.append(-F.cross_entropy(logits, t, reduction='none'))
             likeliest.append(logits.argmax(-1) == t)
-    row = scored.nonzero()[:, 0]  # (N,): the row of each target
-    sums = torch.zeros(len(rows), dtype=torch.float64)
-    sums.index_add_(0, row, torch.cat(logp).double().cpu())
-    misses = torch.zeros(len(rows)).index_add_(0, row, 1.0 - torch.cat(likeliest).float().cpu())
-    return np.stack([sums.numpy(), misses.numpy() == 0], axis=1)
+    parts = (torch.cat(each).cpu().double().split([n for _, n in rows])
+             for each in (logp, likeliest))
+    return np.array([[logps.sum(), firsts.min()] for logps, firsts in zip(*parts, strict=True)])
 
 
 @functools.cache  # its index of all tasks takes seconds, and training asks twice

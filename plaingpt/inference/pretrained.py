@@ -1,6 +1,5 @@
 """Weights from elsewhere → a GPT. Nothing that is read can run code."""
 
-import pickle
 import re
 import warnings
 from collections.abc import Callable
@@ -164,12 +163,10 @@ def read_nanogpt(path):
         weights = {re.sub(r'^(_orig_mod\.|module\.)*', '', name): w
                    for name, w in found['model'].items()}
         weights = without_padding(weights, GPTConfig(**shape))
-    except pickle.UnpicklingError as e:
-        what = re.search(r'GLOBAL (\S+)', str(e))
-        raise UserError(f'{path}: refused: it holds {what[1] if what else "more than tensors"}, '
-                        'which could run code when loaded; nothing in it was run') from None
-    # torch's loader raises many kinds of errors on a file that is not what it expects.
-    except Exception as e:
+    except Exception as e:  # torch's loader raises many kinds of errors on such a file
+        if code := re.search(r'GLOBAL (\S+)', str(e)):
+            raise UserError(f'{path}: refused: it holds {code[1]}, which could run code when '
+                            'loaded; nothing in it was run') from None
         raise UserError(f'{path}: damaged, or no checkpoint of nanoGPT ({type(e).__name__}: '
                         f'{(str(e).splitlines() or [""])[0][:120]})') from None
     return without_padding, shape, weights

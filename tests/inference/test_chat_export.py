@@ -44,7 +44,7 @@ def model(request):
 @pytest.mark.parametrize('kind', KINDS)
 def test_the_template_gives_our_ids_in_transformers(kind, tmp_path, text_file, monkeypatch):
     ours = chat_tokenizer(kind, text_file, monkeypatch)
-    write_hf(tmp_path, shaken(ours.vocab_size, n_layer=1, n_head=1, n_embd=8), ours, '')
+    write_hf(tmp_path, shaken(ours.vocab_size, n_layer=1, n_head=1, n_embd=8), ours)
     from transformers import AutoTokenizer
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert len(theirs) == ours.vocab_size
@@ -67,7 +67,7 @@ def test_the_template_gives_our_ids_in_transformers(kind, tmp_path, text_file, m
 
 
 def test_transformers_answers_as_we_do_and_ends_where_we_do(model, tmp_path):
-    write_hf(tmp_path, model, CHAT, '')
+    write_hf(tmp_path, model, CHAT)
     from transformers import AutoTokenizer
     theirs, tokenizer = in_transformers(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     prompt = CHAT.encode_prompt(KNOWN_BY_HEART[:-1]).tolist()
@@ -84,7 +84,7 @@ def test_transformers_answers_as_we_do_and_ends_where_we_do(model, tmp_path):
 
 @torch.no_grad()
 def test_attention_within_conversations_is_plain_attention_in_one_of_them(model, tmp_path):
-    write_hf(tmp_path, model, CHAT, '')
+    write_hf(tmp_path, model, CHAT)
     theirs = in_transformers(tmp_path)
     one, other = (CHAT.encode_conversation(messages)[0].tolist()
                   for messages in (KNOWN_BY_HEART[:2], ask('Another?', 'Yes.')))

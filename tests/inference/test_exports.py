@@ -43,7 +43,7 @@ SHAPES = {
 
 def exported(folder, model, tokenizer=BYTES):
     folder.mkdir(exist_ok=True)
-    write_hf(folder, model, tokenizer, '')
+    write_hf(folder, model, tokenizer)
     return folder
 
 
@@ -119,7 +119,7 @@ def test_a_model_of_someones_own_ids_goes_out_without_a_tokenizer(tmp_path):
 def test_weights_of_half_the_bytes_are_computed_with_in_transformers(tmp_path):
     from transformers import AutoModelForCausalLM
     ours = shaken(rotary=True, conv=3)
-    write_hf(tmp_path, ours, BYTES, '', torch.bfloat16)
+    write_hf(tmp_path, ours, BYTES, torch.bfloat16)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
     expected, found = ours(tokens(2, 64))[0], theirs(tokens(2, 64)).logits
     assert found.dtype == torch.bfloat16

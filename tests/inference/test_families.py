@@ -71,7 +71,7 @@ def test_logits_text_and_tensors_are_those_of_transformers_in_and_out(shape, dty
                               pad_token_id=0)[0, 10:].tolist()
     assert text == written
     (tmp_path / 'b').mkdir()
-    write_hf(tmp_path / 'b', ours, ByteTokenizer(), '', dtype)
+    write_hf(tmp_path / 'b', ours, ByteTokenizer(), dtype)
     before, after = stored(tmp_path / 'a'), stored(tmp_path / 'b')
     assert before.keys() == after.keys() and all(
         after[name].dtype == dtype and torch.equal(w, after[name]) for name, w in before.items())

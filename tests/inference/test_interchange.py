@@ -58,7 +58,7 @@ def test_logits_equal_those_of_transformers_both_ways_at_full_width(n_head, n_em
     theirs.save_pretrained(tmp_path)
     ours = opened(tmp_path)
     assert same_logits(ours, theirs, tokens(2, 32, vocab_size=50257))
-    write_hf(tmp_path, ours, ByteTokenizer(), '')
+    write_hf(tmp_path, ours, ByteTokenizer())
     back = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert same_logits(ours, back, tokens(2, 32, vocab_size=50257))
 

@@ -156,15 +156,11 @@ def wait_until(condition, seconds=60):
         time.sleep(0.01)
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        return s.getsockname()[1]
-
-
 def ranks(size):
     """The environment of each process of a job that is started without torchrun."""
-    port = free_port()
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]  # which is free
     return [dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size),
                  LOCAL_WORLD_SIZE=str(size), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
             for rank in range(size)]

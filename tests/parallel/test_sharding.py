@@ -39,8 +39,8 @@ UNIQUE = {'elapsed_s', 'tokens_per_s', 'mfu', 'peak_memory_bytes',
 @pytest.fixture
 def run(char_data, tmp_path):
     """Trains in tmp_path/name, with six micro-batches a step → what was printed. processes: of a
-    job, or this one; before: is called first, with a MonkeyPatch."""
-    def run(name, *argv, processes=1, before=None):
+    job, or this one; before: functions of a MonkeyPatch that are called first."""
+    def run(name, *argv, processes=1, before=()):
         argv = [*TINY, f'--dataset={char_data}', '--gradient_accumulation_steps=6',
                 '--log_interval=1', '--check=False', *argv, f'--out_dir={tmp_path / name}']
         main = partial(train_here, before=before)
@@ -51,8 +51,8 @@ def run(char_data, tmp_path):
 def train_here(argv, before):
     """In a process of a job, or in this one."""
     with pytest.MonkeyPatch.context() as patch:
-        if before:
-            before(patch)
+        for change in before:
+            change(patch)
         train.main(argv)
 
 
@@ -134,9 +134,9 @@ def test_losses_health_samples_and_benchmarks_are_those_of_one_process(run, tmp_
     argv = options(**NEWER, activation_checkpointing='selective', report=True, eval_tasks='own',
                    eval_iters=1, batch_size=1,  # one sequence, which one of the processes has
                    max_iters=2, eval_interval=2)
-    run('one', *argv, before=with_one_question)
+    run('one', *argv, before=[with_one_question])
     for kind in ('ddp', 'fsdp'):
-        run(kind, *argv, f'--parallel={kind}', processes=2, before=with_one_question)
+        run(kind, *argv, f'--parallel={kind}', processes=2, before=[with_one_question])
     one, ddp, fsdp = (tmp_path / name for name in ('one', 'ddp', 'fsdp'))
     assert_rows_close(rows(fsdp, 'health/'), rows(one, 'health/'), within=2e-6)
     # Health is measured on the sequences of rank 0, which are others on one process.
@@ -155,16 +155,11 @@ def poison_the_second_step(patch):
     in_the_loop(patch, forward_backward=poisoned)
 
 
-def with_a_bad_step_and_wide_positions(patch):
-    poison_the_second_step(patch)
-    with_wide_positions(patch)
-
-
 def test_a_model_of_your_own_begins_as_on_one_process_and_a_bad_step_of_one_moves_no_weight_on_any(
         run, tmp_path):
-    run('one', '--max_iters=3', before=with_a_bad_step_and_wide_positions)
-    printed = run('two', '--max_iters=3', '--parallel=fsdp', processes=2,
-                  before=with_a_bad_step_and_wide_positions)
+    before = [poison_the_second_step, with_wide_positions]
+    run('one', '--max_iters=3', before=before)
+    printed = run('two', '--max_iters=3', '--parallel=fsdp', processes=2, before=before)
     assert 'iteration 2 left the weights alone: loss 4.' in printed
     assert ', nan, gradient norm' in printed  # the losses of both
     assert_tensors_close(tmp_path / 'two', tmp_path / 'one')
@@ -212,20 +207,15 @@ def count_groups(patch):
     patch.setattr(train, 'finish', lambda *a: print(f'{len(made)} more groups') or finish(*a))
 
 
-def count_groups_and_save_in_the_background(patch):
-    count_groups(patch)
-    saving_in_the_background(patch)
-
-
 def test_a_resumed_run_has_the_same_bits_and_makes_a_group_more_to_save_in_the_background_alone(
         run, tmp_path):
     argv = ['--parallel=fsdp', '--dropout=0.1', '--max_iters=4', '--eval_interval=2']
     printed = run('whole', *argv, '--check=auto', processes=2,
-                  before=count_groups_and_save_in_the_background)
+                  before=[count_groups, saving_in_the_background])
     assert '1 more groups' in printed
     shutil.copytree(tmp_path / 'whole', tmp_path / 'cut')
     shutil.rmtree(checkpoints.find(tmp_path / 'cut').path)  # that of iteration 2 remains
-    printed = run('cut', *argv, '--init_from=auto', processes=2, before=count_groups)
+    printed = run('cut', *argv, '--init_from=auto', processes=2, before=[count_groups])
     assert 'resumed from' in printed and '0 more groups' in printed
     assert_tensors_equal(tmp_path / 'cut', tmp_path / 'whole')
 
@@ -243,7 +233,7 @@ def stop_rank_1_after_5_steps(patch):
 
 def test_a_signal_to_one_process_stops_and_saves_all(run, tmp_path):
     printed = run('run', '--parallel=fsdp', '--max_iters=100000', processes=2,
-                  before=stop_rank_1_after_5_steps)
+                  before=[stop_rank_1_after_5_steps])
     last = checkpoints.find(tmp_path / 'run').iter_num
     assert f'SIGTERM: stopped after iteration {last}' in printed and 5 <= last < 1000
 
@@ -269,7 +259,7 @@ def test_blocks_are_compiled_once_for_training_and_once_for_evaluating(run, tmp_
     argv = ['--activation_checkpointing=none', '--report=True']  # with looks at the whole model
     run('one', *argv)
     printed = run('two', *argv, '--parallel=fsdp', '--compile=True', processes=2,
-                  before=with_eager_backend)
+                  before=[with_eager_backend])
     assert_rows_close(rows(tmp_path / 'two', 'health/'), rows(tmp_path / 'one', 'health/'),
                       within=2e-5)
     assert '\n2 graphs' in printed

@@ -154,10 +154,6 @@ def test_fewer_iterations_than_the_run_has_are_refused_where_the_command_names_t
 # going back
 
 
-def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_going_back_keeps_all_of_the_later_steps_in_the_archive(tiny, out):
     bad_steps = [{'iter': i, 'loss': ['nan']} for i in (1, 5)]
     (out / 'anomalies.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in bad_steps))
@@ -168,7 +164,7 @@ def test_going_back_keeps_all_of_the_later_steps_in_the_archive(tiny, out):
     assert same(weights(out / 'old-001'), last)
     assert checkpoints.find(out).iter_num == 4
     assert [row['iter'] for row in lines(out, 'loss')] == [1, 2, 3, 4]
-    assert rows(out / 'anomalies.jsonl') == bad_steps[:1]
+    assert (out / 'anomalies.jsonl').read_text() == json.dumps(bad_steps[0]) + '\n'
 
 
 def test_a_restart_by_torchrun_does_not_go_back_once_more(tiny, out, monkeypatch):

@@ -15,7 +15,6 @@ from plaingpt.data.foreign_tokenizer import (
     PRINTABLE,
     TEMPLATE_FILE,
     ForeignTokenizer,
-    find_template,
 )
 from plaingpt.data.tokenizers import IdsTokenizer, is_chat
 from plaingpt.inference.hf_architectures import OWN_CODE, READABLE, choose_architecture
@@ -78,8 +77,8 @@ def our_files(tokenizer, model):
 
 
 def foreign_files(tokenizer):
-    """→ {name of a file: its text} as they came; for conversations with the ends of our answers,
-    and a template where they have none, or the form is ours."""
+    """→ {name of a file: its text} as they came; for conversations with the ends of our answers
+    and the template that is used here."""
     description = getattr(tokenizer, 'base', tokenizer).to_json()
     files = dict(description['files'])
     if not is_chat(tokenizer):
@@ -91,13 +90,9 @@ def foreign_files(tokenizer):
         files['tokenizer.json'] = json.dumps(made, ensure_ascii=False)
         files[OUR_TOKENIZER] = json.dumps(tokenizer.to_json())
     generation = json.loads(files.get('generation_config.json', '{"do_sample": true}'))
-    ends = generation.get('eos_token_id')
-    if not tokenizer.ends <= {*(ends if isinstance(ends, list) else [ends])}:
-        generation['eos_token_id'] = sorted(tokenizer.ends)
-        files['generation_config.json'] = json.dumps(generation, indent=1) + '\n'
-    if tokenizer.is_ours() or find_template(files) is None:
-        files[TEMPLATE_FILE] = tokenizer.template or TEMPLATE
-    return files
+    generation['eos_token_id'] = sorted(tokenizer.ends)
+    return {**files, TEMPLATE_FILE: tokenizer.template or TEMPLATE,
+            'generation_config.json': json.dumps(generation, indent=1) + '\n'}
 
 
 def first_and_last(tokenizer):

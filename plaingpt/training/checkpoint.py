@@ -21,7 +21,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -189,9 +189,9 @@ def find(out_dir, which='latest', kinds=()):
         paths = [path for path in paths if iteration_of(path) == int(which)]
         if not paths:
             raise UserError(f'--checkpoint={which}: {out_dir} has latest, best and {there}')
-    found = intact(paths, kinds, problems.append)
-    found = min(found, key=attrgetter('val_loss'), default=None) if which == 'best' else \
-        next(found, None)
+    if which == 'best':
+        paths = sorted(paths, key=val_loss_of, reverse=True)
+    found = next(intact(paths, kinds, problems.append), None)
     if found is None:
         raise UserError('\n'.join([
             *problems, f'{out_dir}: no checkpoint there can be used; take another --checkpoint, or '
@@ -203,8 +203,8 @@ def find(out_dir, which='latest', kinds=()):
 
 
 def intact(paths, kinds=(), tell=lambda problem: None):
-    """Yield the undamaged checkpoints, newest first, and call `tell` with the problem of each
-    damaged one."""
+    """Yield the undamaged checkpoints of these, the last first, and call `tell` with the problem of
+    each damaged one."""
     for path in reversed(paths):
         try:
             found = open_checkpoint(path)
@@ -218,6 +218,14 @@ def checkpoint_paths(out_dir):
     """The complete checkpoint directories of a run, oldest first."""
     return sorted((path for path in Path(out_dir, 'checkpoints').glob('iter-*')
                    if path.name[5:].isdecimal()), key=iteration_of)
+
+
+def val_loss_of(path):
+    """Validation loss of a checkpoint directory; -inf where its state.json is damaged."""
+    try:
+        return Checkpoint(path, read_state(path)).val_loss
+    except UserError:
+        return -math.inf
 
 
 def iteration_of(path):
@@ -407,12 +415,9 @@ def write_state(path, state):
 
 def prune(out_dir, keep):
     """Remove all checkpoints but the `keep` newest and the best."""
-    losses = {}  # newest first
-    for path in reversed(checkpoint_paths(out_dir)):
-        with suppress(UserError):  # a damaged one is not counted
-            losses[path] = Checkpoint(path, read_state(path)).val_loss
-    best = min(losses, key=losses.get)
-    for path in list(losses)[keep:]:
+    whole = [path for path in checkpoint_paths(out_dir) if val_loss_of(path) > -math.inf]
+    best = min(reversed(whole), key=val_loss_of)
+    for path in whole[:-keep]:
         if path != best:
             # Renamed first: a directory that is half removed must not look complete.
             os.rename(path, path.with_name(path.name + '.tmp'))

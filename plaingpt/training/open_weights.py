@@ -22,7 +22,7 @@ def open_weights(source, which='best'):
     if path.name.startswith('iter-') and (path / 'state.json').exists():
         return checkpoints.open_checkpoint(path)
     if checkpoints.checkpoint_paths(source):
-        return checkpoints.find(source, which)
+        return checkpoints.find(source, which, ('model',))
     from plaingpt.inference.pretrained import open_pretrained
     return open_pretrained(source)
 
@@ -77,7 +77,7 @@ class ModelChoice:
 def load(choice):
     """A ModelChoice → (model, tokenizer, its Checkpoint or Pretrained). Raises UserError."""
     if choice.init_from == 'resume':
-        weights = checkpoints.find(choice.out_dir, choice.checkpoint)
+        weights = checkpoints.find(choice.out_dir, choice.checkpoint, ('model',))
     else:
         weights = open_weights(choice.init_from, choice.checkpoint)
     source = weights.source

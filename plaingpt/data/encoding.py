@@ -136,15 +136,19 @@ def utf8_bytes(text):
 
 
 def map_in_order(function, batches, threads):
-    """Yield (batch, function(batch)) in order; threads compute a few batches ahead."""
+    """Yield (batch, function(batch)) in order; threads compute a few batches ahead, counted in
+    characters: a batch may be one huge document."""
     # Threads and not processes: tiktoken works outside of Python's lock, so that they are as fast
     # and share one vocabulary.
     with ThreadPoolExecutor(threads, thread_name_prefix='encode') as pool:
-        waiting = deque()
+        waiting, ahead = deque(), 0
         for batch in batches:
-            waiting.append((batch, pool.submit(function, batch)))
-            if len(waiting) > 2 * threads:
-                batch, future = waiting.popleft()
+            characters = sum(len(text) for _, text, _ in batch)
+            waiting.append((batch, characters, pool.submit(function, batch)))
+            ahead += characters
+            while ahead > 2 * threads * BATCH_CHARS:
+                batch, characters, future = waiting.popleft()
                 yield batch, future.result()
-        for batch, future in waiting:
+                ahead -= characters
+        for batch, _, future in waiting:
             yield batch, future.result()

@@ -18,9 +18,8 @@ def open_weights(source, which='best'):
 
     Both have a `source`, a `shape` (fields of GPTConfig but dropout), `tokenizer_json()`, the
     `state` of a run or {}, and `load_into(model)`."""
-    path = Path(source)
-    if path.name.startswith('iter-') and (path / 'state.json').exists():
-        return checkpoints.open_checkpoint(path)
+    if Path(source, 'state.json').exists():
+        return checkpoints.open_checkpoint(Path(source))
     if checkpoints.checkpoint_paths(source):
         return checkpoints.find(source, which, ('model',))
     from plaingpt.inference.pretrained import open_pretrained

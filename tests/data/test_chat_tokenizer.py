@@ -27,7 +27,7 @@ def test_what_the_assistant_says_and_its_end_are_in_the_loss_and_nothing_else():
 
 
 @settings(max_examples=50)
-@given(st.text(st.characters(codec=None, exclude_characters=[MARK]))
+@given(st.text(st.characters(codec='utf-8', exclude_characters=[MARK]))
        | st.sampled_from(SPECIAL_TOKENS).map(lambda name: f'a {name} b'))
 def test_no_text_becomes_a_special_token_and_the_template_writes_what_is_encoded(text):
     messages = [{'role': 'user', 'content': text}, {'role': 'assistant', 'content': text}]

@@ -3,8 +3,8 @@
     python serve.py out
 
 /v1/chat/completions takes `messages`, and /v1/completions a `prompt`; both take stream, stop,
-max_tokens, temperature, top_p, seed, and of sample.py top_k. What clients send by themselves is
-ignored: model, user, stream_options. Anything else is refused.
+max_tokens, temperature, top_p, seed, and of sample.py top_k and repetition_penalty. What clients
+send by themselves is ignored: model, user, stream_options. Anything else is refused.
 """
 
 import asyncio

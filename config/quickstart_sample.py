@@ -5,4 +5,5 @@ out_dir = 'out-quickstart'
 start = 'import os\n'
 num_samples = 2
 max_new_tokens = 200
-temperature = 1.0  # with a lower one, a model this small repeats itself
+temperature = 0.8
+repetition_penalty = 1.2  # without it, a model this small repeats itself

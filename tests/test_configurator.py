@@ -122,7 +122,7 @@ OLD_WORDS = [
     *((f'--{name}={value}', {}) for name, value in dict(
         rotary_share=1.0, embedding_norm=False, qk_scale=0.0, head_bias=False, logit_softcap=0.0,
         softcap='tanh', adam_eps=1e-8, muon_scale='match_rms_adamw', muon_iterations='quintic',
-        embedding_decay=0.1, vector_decay=0.0, repetition_penalty=1.0).items())]
+        embedding_decay=0.1, vector_decay=0.0).items())]
 
 
 def test_a_word_of_an_earlier_version_works_or_is_answered_by_what_to_use_now(tmp_path):

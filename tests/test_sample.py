@@ -77,7 +77,7 @@ def test_mistakes_are_one_line(trained, capsys, monkeypatch):
             ('--start=FILE:nowhere.txt', 'nowhere.txt'), ('--checkpoint=5', '--checkpoint=5'),
             ('--top_p=0', 'top_p'), ('--num_samples=0', 'num_samples'),
             ('--batch_size=0', 'batch_size'), ('--min_p=0.1', 'it was removed; top_p'),
-            ('--repetition_penalty=1.2', 'it was removed; a higher'),
+            ('--repetition_penalty=0', 'repetition_penalty'),
             ('--stop=["a", 5]', 'not a JSON list'), ('--template=User:', 'brings the form'),
             ('--prompts=x', 'it was removed; plaingpt.load'), ('--temperature=-1', 'temperature'),
             ('--out_dir=nowhere', 'nowhere: no checkpoint'), ('--init_from=gpt5', 'gpt5'),

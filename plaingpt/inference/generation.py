@@ -21,8 +21,8 @@ BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 @torch.inference_mode()
 @sdpa_kernel(BACKENDS, set_priority=True)
-def generate(model, prompts, max_new_tokens, *, generators=None, on_token=None, compiled=None,
-             **sampling):
+def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, generators=None,
+             on_token=None, compiled=None, **sampling):
     """Continue each of `prompts`, lists of ids of any lengths → the new ids of each.
 
     sampling: temperature, top_k, top_p of choose_next_token
@@ -33,7 +33,12 @@ def generate(model, prompts, max_new_tokens, *, generators=None, on_token=None, 
     config, device = model.config, model.transformer.wte.weight.device
     rows, new = [list(prompt) for prompt in prompts], [[] for _ in prompts]
     running = set(range(len(rows)))  # the rows that have not ended
-    cache = starts = idx = None
+    cache = starts = idx = seen = None
+    if repetition_penalty != 1:  # (B, V): which tokens are in each row
+        seen = torch.zeros(len(rows), config.vocab_size, dtype=torch.bool)
+        for i, prompt in enumerate(prompts):
+            seen[i, prompt] = True
+        seen = seen.to(device)
     for remaining in range(max_new_tokens, 0, -1):
         step, before = compiled or next_tokens, starts
         starts = [context_start(len(row), config.block_size) for row in rows]
@@ -47,7 +52,10 @@ def generate(model, prompts, max_new_tokens, *, generators=None, on_token=None, 
             step, idx = next_tokens, torch.tensor(
                 [[0] * (longest - len(context)) + context for context in contexts], device=device)
         cache.advance(idx.size(1))
-        idx = step(model, idx, cache, draw_noise(len(rows), generators), **sampling)
+        idx = step(model, idx, cache, draw_noise(len(rows), generators), seen, repetition_penalty,
+                   **sampling)
+        if seen is not None:
+            seen.scatter_(1, idx, True)
         for i, token in enumerate(idx.flatten().tolist()):  # (B, 1) → B ids
             rows[i].append(token)
             if i in running and on_token and on_token(i, token):
@@ -70,9 +78,14 @@ def context_start(length, block_size):
 # from logits to the next token
 
 
-def next_tokens(model, idx, cache, noise, **sampling):
-    """idx (B, T), to which the cache was advanced → the next token of each row, (B, 1)."""
+def next_tokens(model, idx, cache, noise, seen, repetition_penalty, **sampling):
+    """idx (B, T), to which the cache was advanced → the next token of each row, (B, 1).
+    seen (B, V): which tokens are in each row; None without a penalty"""
     logits = model.logits(model.hidden(idx, cache)[:, -1]).float()  # (B, V)
+    if seen is not None:  # less likely again (Keskar et al. 2019, section 4.1)
+        penalized = torch.where(logits > 0, logits / repetition_penalty,
+                                logits * repetition_penalty)
+        logits = torch.where(seen, penalized, logits)
     return choose_next_token(logits, noise, **sampling)
 
 
@@ -92,9 +105,9 @@ class CompiledStep:
             self.caches[n_rows] = KVCache(config, config.block_size, device, static=True)
         return self.caches[n_rows]
 
-    def __call__(self, model, idx, cache, noise, **sampling):
+    def __call__(self, model, idx, cache, noise, *penalty, **sampling):
         noise = noise.to(idx.device) if idx.is_cuda else noise  # a CUDA graph reads no CPU memory
-        idx = self.compiled(model, idx, cache, noise, **sampling)
+        idx = self.compiled(model, idx, cache, noise, *penalty, **sampling)
         return idx.clone()  # the graph overwrites its results
 
 

@@ -27,6 +27,7 @@ class Sampling:
     temperature: Annotated[float, 'at least 0'] = 0.8  # below 1 safer, above 1 wilder, 0 likeliest
     top_k: Natural = 200  # choose among this many of the likeliest tokens; 0 for all
     top_p: Annotated[float, 'above 0 and at most 1'] = 1.0  # the likeliest that add up to this
+    repetition_penalty: Annotated[float, 'above 0'] = 1.0  # above 1: earlier tokens are less likely
     seed: Natural = 1337  # of the random numbers; the same seed gives the same text
 
 
@@ -170,7 +171,8 @@ class TextGenerator:
                 generate(
                     self.model, prompts, sampling.max_new_tokens,
                     temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
-                    generators=generators, on_token=on_token, compiled=self.compiled)
+                    repetition_penalty=sampling.repetition_penalty, generators=generators,
+                    on_token=on_token, compiled=self.compiled)
         finally:  # also after Ctrl-C
             self.seconds += time.perf_counter() - began
             texts = [decoder.finish() for decoder in decoders]

@@ -129,8 +129,6 @@ REMOVED = {
     'license': Removed('write it at the head of README.md in the exported folder'),
     'datasets': Removed('write them at the head of README.md in the exported folder'),
     'prompts': Removed('plaingpt.load(OUT_DIR).generate(TEXTS) continues a list of texts'),
-    'repetition_penalty': Removed('a higher temperature repeats less',
-                                  lambda value, settings: {} if value == 1 else None),
     'min_p': Removed('top_p and top_k leave out tokens that are not likely'),
     'end_of_text': Removed('a text always ends where the model ends a document'),
     'template': Removed('a model that was tuned on conversations brings the form of them'),

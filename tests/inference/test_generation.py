@@ -52,18 +52,22 @@ def generators(*seeds):
 
 
 @torch.no_grad()
-def uncached(model, prompt, n, temperature, generator):
+def uncached(model, prompt, n, temperature, generator, penalty=1.0):
     """The tokens that follow one prompt, by whole forward passes over the context: it grows to
     block_size and then loses its first half."""
-    context = []
+    text, context = list(prompt), []
     for token in prompt:
         context = grown(context, token, model.config.block_size)
     new = []
     for _ in range(n):
         logits = model(torch.tensor([context]))[0][:, -1]
+        if penalty != 1:
+            for i in set(text):
+                logits[0, i] *= 1 / penalty if logits[0, i] > 0 else penalty
         noise = draw_noise(1, [generator])
         token = choose_next_token(logits, noise, temperature, top_k=20).item()
         new.append(token)
+        text.append(token)
         context = grown(context, token, model.config.block_size)
     return new
 
@@ -197,6 +201,14 @@ def test_a_caller_hears_each_token_and_can_end_a_row_before_it(model):
         return row == 0 and len(heard[0]) == 3
     new = generate(model, prompts_of(4, 6), 10, on_token=on_token)
     assert new == [heard[0][:2], heard[1]] and [len(row) for row in heard] == [3, 10]
+
+
+def test_the_repetition_penalty_counts_prompt_and_new_text_of_each_row(model):
+    prompts = prompts_of(3, 12)
+    new = generate(model, prompts, 30, top_k=20, repetition_penalty=1.7,
+                   generators=generators(1, 2))
+    for i in range(2):
+        assert new[i] == uncached(model, prompts[i], 30, 1.0, generators(1, 2)[i], penalty=1.7)
 
 
 def test_what_a_compiled_step_writes_to_stays_where_it_is_as_cuda_graphs_need_it():

@@ -1,5 +1,6 @@
 """What several test files use."""
 
+import faulthandler
 import hashlib
 import json
 import os
@@ -103,7 +104,8 @@ def fork(main, *argv, log, before=None, **env):
     for number in (signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.alarm(300)  # no process outlives a test that fails
+    # No process outlives a test that fails; one that hangs says where.
+    faulthandler.dump_traceback_later(300, exit=True, file=2)
     tqdm.set_lock(threading.RLock())  # its own is shared with forks, which may be killed with it
     code = 0
     try:

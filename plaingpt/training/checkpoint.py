@@ -184,9 +184,9 @@ def find(out_dir, which='latest', kinds=()):
     if not paths:
         raise UserError(f'{out_dir}: no checkpoint there; train one first, or name the right '
                         'folder with --out_dir, or weights of others with --init_from')
-    if str(which).isdecimal():
+    if which not in ('latest', 'best'):
         there = ', '.join(str(iteration_of(path)) for path in paths)
-        paths = [path for path in paths if iteration_of(path) == int(which)]
+        paths = [path for path in paths if str(iteration_of(path)) == str(which)]
         if not paths:
             raise UserError(f'--checkpoint={which}: {out_dir} has latest, best and {there}')
     if which == 'best':

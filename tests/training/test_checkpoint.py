@@ -102,7 +102,8 @@ def test_latest_best_and_a_number_name_one_of_the_checkpoints_that_are_kept(
     assert 'iter-00000050/state.json is damaged' in capsys.readouterr().err
     (tmp_path / 'checkpoints/iter-00000020/model-00001-of-00001.safetensors').unlink()
     assert checkpoints.find(tmp_path, 'best', ('model',)).iter_num == 40
-    for which, words in (('15', 'latest, best and 20, 40, 50'), (50, 'is damaged')):
+    for which, words in (('15', 'latest, best and 20, 40, 50'), ('bst', 'latest, best and'),
+                         (50, 'is damaged')):
         with pytest.raises(UserError, match=words):
             checkpoints.find(tmp_path, which)
 

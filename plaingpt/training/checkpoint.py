@@ -184,13 +184,13 @@ def find(out_dir, which='latest', kinds=()):
     if not paths:
         raise UserError(f'{out_dir}: no checkpoint there; train one first, or name the right '
                         'folder with --out_dir, or weights of others with --init_from')
-    if which not in ('latest', 'best'):
+    if which == 'best':
+        paths = sorted(paths, key=val_loss_of, reverse=True)
+    elif which != 'latest':
         there = ', '.join(str(iteration_of(path)) for path in paths)
         paths = [path for path in paths if str(iteration_of(path)) == str(which)]
         if not paths:
             raise UserError(f'--checkpoint={which}: {out_dir} has latest, best and {there}')
-    if which == 'best':
-        paths = sorted(paths, key=val_loss_of, reverse=True)
     found = next(intact(paths, kinds, problems.append), None)
     if found is None:
         raise UserError('\n'.join([
@@ -415,8 +415,9 @@ def write_state(path, state):
 
 def prune(out_dir, keep):
     """Remove all checkpoints but the `keep` newest and the best."""
-    whole = [path for path in checkpoint_paths(out_dir) if val_loss_of(path) > -math.inf]
-    best = min(reversed(whole), key=val_loss_of)
+    losses = {path: val_loss_of(path) for path in checkpoint_paths(out_dir)}
+    whole = [path for path in losses if losses[path] > -math.inf]  # damaged ones are not counted
+    best = min(reversed(whole), key=losses.get)
     for path in whole[:-keep]:
         if path != best:
             # Renamed first: a directory that is half removed must not look complete.

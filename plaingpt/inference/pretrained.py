@@ -103,7 +103,9 @@ class Pretrained:
             if whole is not mine:
                 mine.copy_(whole[first:first + len(mine)])
             if name.endswith(ROW_PER_TOKEN):
-                begin_new_tokens(p, read[:known].float().mean(0), known, config.vocab_size)
+                mean = read[:known].float().mean(0) if config.vocab_size > known \
+                    else torch.zeros(())  # which nothing reads
+                begin_new_tokens(p, mean, known, config.vocab_size)
         check_finite(model, self.source)
 
     def tokenizer_json(self):

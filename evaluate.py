@@ -24,7 +24,7 @@ import torch
 
 from configurator import load_config
 from plaingpt.checks.model_checks import reads_ahead, short, small_model
-from plaingpt.data.batches import BatchLoader, fits_in_ram
+from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import open_named
 from plaingpt.data.documents import read_text
 from plaingpt.data.tokenizers import IdsTokenizer, token_bytes, words_of
@@ -110,10 +110,9 @@ def loaders(task, config, model, tokenizer, state, **settings):
         raise UserError(f"{dataset.folder} was prepared with another tokenizer than the model's: "
                         'name another --dataset')
     for name, each, _ in dataset.parts:
-        in_ram = fits_in_ram([each.folder], launched_world().local_size)  # reading it verifies it
         whose = ', the answers' if each.has_mask() else ''
         yield name, f'{task} of {each.folder}{whose}', \
-            each.loader(task, in_ram, *shape, **settings), each.token_bytes(task)
+            each.loader(task, *shape, **settings), each.token_bytes(task)
 
 
 def score(model, label, loader, sizes, context):

@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 from configurator import load_config, options_of
 from model import GPT
 from plaingpt.checks.preflight import preflight
-from plaingpt.data.batches import BatchLoader, fits_in_ram
+from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import Dataset, describe_batches, open_data
 from plaingpt.monitoring.metrics import Metrics
 from plaingpt.monitoring.references import find_reference
@@ -196,10 +196,9 @@ def assemble(config, shape, start, dataset, world, device, dtype, compile):
 
 def open_batches(config, dataset, world, device):
     """→ (loader of the training split, loader of the validation split)."""
-    in_ram = fits_in_ram([part.dataset.folder for part in dataset.parts], world.local_size)
     overfit = config.check == 'overfit'  # on the first step's sequences
     return tuple(
-        dataset.loader(split, in_ram, config.block_size, config.batch_size,
+        dataset.loader(split, config.block_size, config.batch_size,
                        rank=world.rank, world_size=world.size, device=device, seed=config.seed,
                        micro_steps=config.accumulation() // world.size,
                        only_first=1 if overfit and split == 'train' else 0)

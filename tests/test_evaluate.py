@@ -3,7 +3,6 @@ import math
 import shutil
 import sys
 
-import numpy as np
 import pytest
 import torch
 from foreign_models import opened
@@ -87,10 +86,9 @@ def test_tasks_of_lm_eval_are_scored_beside_text(exported, tmp_path, monkeypatch
 def test_the_validation_loss_is_that_of_each_token_once(trained, char_data, tmp_path):
     scores = scores_of(tmp_path, f'--out_dir={trained}')['val']
     model, *_ = load(ModelChoice(out_dir=trained))
-    stream = open_dataset(char_data).split('val', in_ram=True)
+    stream = open_dataset(char_data).split('val')
     n = (len(stream) - 1) // 16
-    idx = torch.from_numpy(stream.ram[:16 * n].astype(np.int64)).view(n, 16)
-    targets = torch.from_numpy(stream.ram[1:16 * n + 1].astype(np.int64)).view(n, 16)
+    idx, targets = (torch.from_numpy(stream.read(start, 16 * n)).view(n, 16) for start in (0, 1))
     with torch.no_grad():
         loss = model(idx, targets)[1].item()
     assert scores['loss'] == pytest.approx(loss, abs=1e-5)

@@ -9,13 +9,11 @@ processes, sees the data it would have seen.
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from plaingpt.system.errors import UserError
-from plaingpt.system.machine import free_memory
 
 CPU = torch.device('cpu')
 
@@ -222,11 +220,3 @@ class BatchLoader:
     def _on_device(self, batch):
         # From pinned memory the copy runs while the host continues; elsewhere it blocks.
         return [tensor.to(self.device, non_blocking=True) for tensor in batch]
-
-
-def fits_in_ram(folders, processes):
-    """True where a copy of the token files for each process takes at most a quarter of the
-    memory that is free now."""
-    size = sum(path.stat().st_size for folder in folders for path in Path(folder).iterdir()
-               if path.suffix in ('.bin', '.ds') and path.exists())
-    return size * processes <= free_memory() / 4

@@ -21,6 +21,7 @@ from plaingpt.system.formatting import quoted
 FORMAT_VERSION = 1
 MASK_ENDING = '_mask.bin'  # of the file that says which tokens of NAME.bin count in the loss
 TOKEN_FILES = re.compile(r'(train|val|test)(_\d{6})?(_mask)?\.bin')  # that prepare.py writes
+VERIFIED_TOKENS = 2**27  # a larger split is not read whole before a run: it would take a second
 QUESTIONS = 3  # of the validation split, for samples of a tuned model
 UNFINISHED = 'unfinished'  # prepare.py's folder for files that are not complete yet
 
@@ -102,24 +103,30 @@ class Dataset:
         """What a checkpoint keeps of the data, so that a resumed run has the same."""
         return {'tokenizer': self.tokenizer_json(), 'data': self.identity('train')}
 
-    def split(self, name, in_ram=False):
-        """The token stream of 'train', 'val' or 'test'; with in_ram its checksums are verified.
-        Raises UserError."""
+    def split(self, name):
+        """The token stream of 'train', 'val' or 'test'. Raises UserError."""
         files, masks = self._open(name)
         if masks:
             from plaingpt.data.packing import ConversationTokens  # with torch
             of_others = {'form', 'template'} & self.tokenizer_json().keys()
-            return ConversationTokens(files, masks, self.vocab_size, in_ram,
+            return ConversationTokens(files, masks, self.vocab_size,
                                       self.tokenizer() if of_others else None)
-        return TokenStream(files, self.vocab_size, in_ram)
+        return TokenStream(files, self.vocab_size)
 
-    def loader(self, split, in_ram, *shape, **settings):
-        """The loader of a split; shape and settings are those of BatchLoader."""
+    def loader(self, split, *shape, **settings):
+        """The loader of a split; shape and settings are those of BatchLoader. Raises UserError,
+        also where a split that is small is damaged."""
+        stream = self.split(split)
+        if len(stream) <= VERIFIED_TOKENS:
+            stream.verify()
+        return self._loader_class()(stream, *shape, **settings)
+
+    def _loader_class(self):
         if self.has_mask():
-            from plaingpt.data.packing import PackedLoader as Loader  # with torch: it takes seconds
-        else:
-            from plaingpt.data.batches import BatchLoader as Loader
-        return Loader(self.split(split, in_ram), *shape, **settings)
+            from plaingpt.data.packing import PackedLoader  # with torch: it takes seconds
+            return PackedLoader
+        from plaingpt.data.batches import BatchLoader
+        return BatchLoader
 
     def _open(self, split):
         """→ (files, files of their loss masks)"""
@@ -166,14 +173,14 @@ class Mixture(Dataset):
         return [[share, part.dataset.identity(split)]
                 for share, part in zip(self.shares(), self.parts, strict=True)]
 
-    def split(self, name, in_ram=False):
+    def split(self, name):
         from plaingpt.data.mixtures import MixedStream
         return MixedStream([part.dataset.split(name) for part in self.parts], self.shares(),
-                           self.vocab_size, in_ram)
+                           self.vocab_size)
 
-    def loader(self, split, in_ram, *shape, **settings):
+    def _loader_class(self):
         from plaingpt.data.mixtures import MixedLoader
-        return MixedLoader(self.split(split, in_ram), *shape, **settings)
+        return MixedLoader
 
 
 def mask_name(name):
@@ -306,9 +313,7 @@ def describe_batches(config, dataset, train_data, val_data):
               + (f' of {part.name} ({part.weight:.1%})' if part.name else '')
               for part, loader in zip(dataset.parts, train_data.parts, strict=True)]
     lines = [f'{dataset.folder}: {train_data.epoch_tokens():,} training tokens, vocabulary '
-             f'{dataset.vocab_size:,}, '
-             f'{"on disk" if train_data.stream.ram is None else "in memory"} | '
-             f'{step_tokens:,} tokens a step, {", ".join(epochs)}']
+             f'{dataset.vocab_size:,} | {step_tokens:,} tokens a step, {", ".join(epochs)}']
     if dataset.has_mask():
         lines += [f'train: {train_data.describe()}', f'val: {val_data.describe()}']
     return '\n'.join(lines)

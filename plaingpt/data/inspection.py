@@ -19,11 +19,7 @@ def find_damage(dataset):
     problems = []
     for split in ('train', *dataset.held_out()):
         try:
-            stream = dataset.split(split)
-            for file in stream.files:
-                file.load(stream.vocab_size)
-            for file in stream.loss_mask.files if stream.loss_mask else ():
-                file.load(stream.loss_mask.vocab_size)
+            dataset.split(split).verify()
         except UserError as problem:
             problems.append(str(problem))
     return problems

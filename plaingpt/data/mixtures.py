@@ -58,12 +58,10 @@ def check_parts(parts):
 class MixedStream(TokenStream):
     """The streams of several corpora, one after another. shares: in SHARES sequences."""
 
-    def __init__(self, streams, shares, vocab_size, in_ram=False):
-        super().__init__([file for stream in streams for file in stream.files], vocab_size, in_ram)
+    def __init__(self, streams, shares, vocab_size):
+        super().__init__([file for stream in streams for file in stream.files], vocab_size)
         self.streams, self.shares = streams, shares
         self.begins = np.cumsum([0] + [len(stream) for stream in streams])
-        for stream, begin in zip(streams, self.begins, strict=False):
-            stream.ram = self.ram[begin:begin + len(stream)] if in_ram else None
 
 
 @lru_cache(2)

@@ -21,12 +21,16 @@ class ConversationTokens(TokenStream):
     0 for the others. tokenizer: where the template is another model's, by whose ids the parts of
     conversations are found"""
 
-    def __init__(self, files, masks, vocab_size, in_ram=False, tokenizer=None):
-        super().__init__(files, vocab_size, in_ram)
-        self.loss_mask = TokenStream(masks, 2, in_ram)
+    def __init__(self, files, masks, vocab_size, tokenizer=None):
+        super().__init__(files, vocab_size)
+        self.loss_mask = TokenStream(masks, 2)
         # Our control tokens come behind the ids of a text, which are found without their tokenizer:
         # it may take a download.
         self.tokenizer = tokenizer or ChatTokenizer(IdsTokenizer(vocab_size - len(SPECIAL_TOKENS)))
+
+    def verify(self):
+        super().verify()
+        self.loss_mask.verify()
 
     def chunks(self):
         """Yield (number of the first token, tokens, their loss mask), all in order."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from plaingpt.system.errors import UserError
 
-READ_TOKENS = 2**22  # at a time, when a file is read into memory
+READ_TOKENS = 2**22  # at a time, when a whole file is read
 SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 2**14  # that sampled_sha256 reads
 
 
@@ -52,15 +52,13 @@ class TokenFile:
         for start in range(0, self.tokens, READ_TOKENS):
             yield start, self.read(start, READ_TOKENS)
 
-    def load(self, vocab_size, out=None):
-        """Read all tokens, into the array `out` where there is one. Raises UserError for an id
-        beyond the vocabulary, and where their checksum is not that of meta.json."""
+    def verify(self, vocab_size):
+        """Read all tokens. Raises UserError for an id beyond the vocabulary, and where their
+        checksum is not that of meta.json."""
         digest = hashlib.sha256()
         for start, ids in self.pieces():
             check_ids(self.path, ids, start, vocab_size)
             digest.update(ids)
-            if out is not None:
-                out[start:start + len(ids)] = ids
         if self.sha256 and digest.hexdigest() != self.sha256:
             raise UserError(f'{self.path}: another checksum than meta.json has: the file was '
                             'damaged or replaced; prepare the data again')
@@ -115,28 +113,26 @@ def open_tokens(path, dtype, expected=None, sha256='', offset=None):
 
 
 class TokenStream:
-    """The token files of a split, read as one stream; from memory with `in_ram`."""
+    """The token files of a split, read as one stream."""
 
     loss_mask = None  # of conversations, a stream with 1 for each token that counts in the loss
 
-    def __init__(self, files, vocab_size, in_ram=False):
+    def __init__(self, files, vocab_size):
         self.files = files
         self.starts = np.cumsum([0] + [file.tokens for file in files])
         self.vocab_size = vocab_size
-        self.ram = None
-        if in_ram:
-            self.ram = np.empty(len(self), np.result_type(*{file.dtype for file in files}))
-            for file, start in zip(files, self.starts, strict=False):
-                file.load(vocab_size, self.ram[start:start + file.tokens])
 
     def __len__(self):
         return int(self.starts[-1])
 
+    def verify(self):
+        """Read all files. Raises UserError for one that is damaged."""
+        for file in self.files:
+            file.verify(self.vocab_size)
+
     def sequences(self, starts, length):
         """`length` tokens from each of `starts` → (len(starts), length) int64 array.
         Raises UserError for an id beyond the vocabulary."""
-        if self.ram is not None:
-            return self.ram[starts[:, None] + np.arange(length)].astype(np.int64)
         out = np.empty((len(starts), length), dtype=np.int64)
         for row, start in zip(out, starts, strict=True):
             self._read_into(row, int(start))

@@ -16,12 +16,12 @@ from plaingpt.data.token_files import TokenStream, open_tokens
 from plaingpt.system.errors import UserError
 
 
-def stream(tmp_path, tokens, vocab_size=50257, files=1, in_ram=False):
+def stream(tmp_path, tokens, vocab_size=50257, files=1):
     paths = []
     for i, piece in enumerate(np.array_split(np.asarray(tokens), files)):
         paths.append(tmp_path / f'train_{i:06d}.bin')
         piece.astype('<u2').tofile(paths[-1])
-    return TokenStream([open_tokens(p, np.dtype('<u2')) for p in paths], vocab_size, in_ram)
+    return TokenStream([open_tokens(p, np.dtype('<u2')) for p in paths], vocab_size)
 
 
 class NoTokens:
@@ -136,10 +136,8 @@ def test_targets_are_the_next_tokens(tmp_path):
 
 def test_sequences_run_over_from_file_to_file(tmp_path):
     tokens = np.arange(100)
-    for in_ram in (False, True):
-        pieces = stream(tmp_path, tokens, files=40, in_ram=in_ram)
-        sequences = pieces.sequences(np.array([0, 41, 89]), 11)
-        assert np.array_equal(sequences, tokens[np.array([[0], [41], [89]]) + np.arange(11)])
+    sequences = stream(tmp_path, tokens, files=40).sequences(np.array([0, 41, 89]), 11)
+    assert np.array_equal(sequences, tokens[np.array([[0], [41], [89]]) + np.arange(11)])
 
 
 # -----------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def flip(path, bit):
 # damage
 
 
-def test_each_flipped_bit_is_found_when_a_split_is_read_into_memory(own_data):
+def test_each_flipped_bit_of_a_small_split_is_found_before_a_run(own_data):
     chance = random.Random(0)
     for name in ('train.bin', 'val.bin') * 5:
         path = own_data / name
@@ -47,9 +47,9 @@ def test_each_flipped_bit_is_found_when_a_split_is_read_into_memory(own_data):
         flip(path, bit)
         with pytest.raises(UserError, match=rf'{name}: (another checksum|token .* has id) '
                                             '.*damaged.*prepare'):
-            open_dataset(own_data).split(path.stem, in_ram=True)
+            open_dataset(own_data).loader(path.stem, 8, 1)
         flip(path, bit)
-        assert len(open_dataset(own_data).split(path.stem, in_ram=True))
+        open_dataset(own_data).loader(path.stem, 8, 1)
 
 
 def test_a_file_of_another_length_or_none_and_a_broken_meta_json_are_named(own_data):
@@ -76,9 +76,12 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_place(own_data):
         meta = json.loads((own_data / 'meta.json').read_text())
         meta['splits']['val']['files'][0]['sha256'] = sha256_of(path)
         (own_data / 'meta.json').write_text(json.dumps(meta))
-        for in_ram in (False, True):
-            with pytest.raises(UserError, match=rf'val\.bin: token {place:,} has id 60000'):
-                open_dataset(own_data).split('val', in_ram).read(0, len(whole))
+        stream = open_dataset(own_data).split('val')
+        named = pytest.raises(UserError, match=rf'val\.bin: token {place:,} has id 60000')
+        with named:
+            stream.verify()
+        with named:
+            stream.read(0, len(whole))
 
 
 def test_a_damaged_file_ends_training_in_one_line_before_anything_is_written(
@@ -120,7 +123,6 @@ def test_a_file_that_is_cut_short_under_a_run_ends_it_in_one_line_and_keeps_its_
         return read(self, step, micro)
 
     monkeypatch.setattr(BatchLoader, 'train_batch', cut_and_read)
-    monkeypatch.setattr(train, 'fits_in_ram', lambda *_: False)
     assert f'{own_data}/train.bin has been cut short' in fails(
         capsys, monkeypatch, train.main, *tiny, f'--dataset={own_data}')
     assert list(tmp_path.glob('out/checkpoints/iter-*/state.json'))
@@ -140,9 +142,8 @@ def test_token_ids_without_meta_json_are_read_with_and_without_llm_cs_header(tmp
     for start in (b'', header(20240520, 1, 2000)):
         dataset = open_dataset(bare(tmp_path / 'd', ids, start))
         assert dataset.vocab_size == 50257 and dataset.tokenizer_json() == {'kind': 'gpt2'}
-        for in_ram in (False, True):
-            stream = dataset.split('train', in_ram)
-            assert np.array_equal(stream.read(0, 2000), ids) and len(stream) == 2000
+        stream = dataset.split('train')
+        assert np.array_equal(stream.read(0, 2000), ids) and len(stream) == 2000
     for words in ((20240801, 7, 2000), (20240520, 2, 2000), (20240520, 1, 2001)):
         with pytest.raises(UserError, match=r'train\.bin has a header of llm\.c'):
             open_dataset(bare(tmp_path / 'd', ids, header(*words))).split('train')
@@ -158,8 +159,7 @@ def test_tokens_can_begin_within_a_file_that_holds_more(own_data):
     meta['splits']['train']['files'][0]['offset'] = 1024
     (own_data / 'meta.json').write_text(json.dumps(meta))
     dataset = open_dataset(own_data)
-    for in_ram in (False, True):
-        assert np.array_equal(dataset.split('train', in_ram).read(0, 10**9), expected)
+    assert np.array_equal(dataset.split('train').read(0, 10**9), expected)
     assert dataset.identity('train') == identity and not find_damage(dataset)
     flip(path, 8 * 1024)
     assert find_damage(open_dataset(own_data))

@@ -41,16 +41,16 @@ def shards(tmp_path):
 
 
 def documents_of(folder, split):
-    stream = open_dataset(folder).split(split, in_ram=True)
+    stream = open_dataset(folder).split(split).read(0, 10**9)
     *documents, rest = stream_documents(stream)
     assert not len(rest)  # it ends with a document
     return documents
 
 
 def stream_documents(stream):
-    ends = np.flatnonzero(stream.ram == END)
+    ends = np.flatnonzero(stream == END)
     return [bytes(document[document != END].astype('u1')).decode()
-            for document in np.split(stream.ram, ends + 1)]
+            for document in np.split(stream, ends + 1)]
 
 
 @pytest.mark.parametrize('dtype', ['<u2', '<u4'])
@@ -146,7 +146,7 @@ def encoded_documents(folder):
     """The token ids of each document of both splits, without ends of text."""
     dataset, found = open_dataset(folder), []
     for split in ('train', 'val'):
-        ids = dataset.split(split, in_ram=True).ram
+        ids = dataset.split(split).read(0, 10**9)
         end = dataset.tokenizer().end_of_text
         found += [tuple(part[part != end].tolist())
                   for part in np.split(ids, np.flatnonzero(ids == end))]

@@ -22,8 +22,8 @@ def random_conversations(n, longest, seed=0):
             for i, turns in enumerate(rng.integers(1, 4, n))]
 
 
-def loader_of(folder, block_size=64, batch_size=2, split='train', in_ram=True, **settings):
-    return open_dataset(folder).loader(split, in_ram, block_size, batch_size, **settings)
+def loader_of(folder, block_size=64, batch_size=2, split='train', **settings):
+    return open_dataset(folder).loader(split, block_size, batch_size, **settings)
 
 
 def rows_of(loader):
@@ -73,17 +73,16 @@ def test_a_longer_one_is_cut_before_a_user_speaks_and_a_longer_turn_where_it_mus
         [*b'bbbbb', END, *b'ddddd', END, f, END])
 
 
-@pytest.mark.parametrize('in_ram', [True, False])
-def test_each_epoch_has_each_sequence_once_and_processes_share_the_same_steps(tmp_path, in_ram):
+def test_each_epoch_has_each_sequence_once_and_processes_share_the_same_steps(tmp_path):
     folder = write_chat(tmp_path / 'chat', random_conversations(90, 12))
-    whole = loader_of(folder, batch_size=6, in_ram=in_ram, seed=3)
+    whole = loader_of(folder, batch_size=6, seed=3)
     n = whole.sequences_per_epoch
     for epoch in range(2):
         starts = whole.sequence_starts(epoch * n + np.arange(n))
         assert sorted(starts) == whole.firsts.tolist()
     for size in (1, 2, 3):
         shares = [loader_of(folder, batch_size=1, micro_steps=6 // size, rank=rank,
-                            world_size=size, seed=3, in_ram=in_ram) for rank in range(size)]
+                            world_size=size, seed=3) for rank in range(size)]
         for step in (0, 5, 40):
             idx, targets, weight = whole.train_batch(step, 0)
             parts = [shares[rank].train_batch(step, micro)
@@ -114,7 +113,7 @@ def test_a_mask_that_is_gone_or_another_one_is_noticed(tmp_path):
     assert 'train_mask.bin: another checksum' in find_damage(open_dataset(folder))[0]
     mask.write_bytes(ones[:-1])
     with pytest.raises(UserError, match=r'train_mask.bin'):
-        loader_of(folder, in_ram=False)
+        loader_of(folder)
     mask.unlink()
     with pytest.raises(UserError, match=r'train_mask.bin: No such file'):
         loader_of(folder)

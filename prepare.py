@@ -110,8 +110,9 @@ def main(argv):
     if name not in CORPORA:
         if '--if_small' in options:  # train.py asks
             raise UserError(not_prepared(dataset_folder(name)))
+        own = quoted(name) if Path(name).exists() else 'FILES'
         raise UserError(f'no corpus is called {name!r}: python prepare.py lists all; for files of '
-                        f'your own, python prepare.py text {quoted(name)}')
+                        f'your own, python prepare.py text {own}')
     corpus = CORPORA[name]
     config = load_config(PrepareConfig, options, help_text, 'input', several=corpus.kind != 'hub')
     folder = Path(config.data_dir or f'data/{name}')
@@ -123,11 +124,9 @@ def main(argv):
     prepare(name, corpus, folder, config)
     if not config.if_small:
         dataset = folder.name if folder.parent == Path('data') else folder
-        recipe = {'chat': 'config/finetune_chat.py',
-                  'text': 'config/own_text.py --minutes=10'}.get(name, 'config/NAME.py')
         is_model = not is_name(config.tokenizer) and not is_dataset(config.tokenizer)
         start = f' --init_from={quoted(config.tokenizer)}' if is_model and name == 'chat' else ''
-        print(f'next: python train.py {recipe} --dataset={quoted(dataset)}{start}')
+        print(f'next: python train.py {corpus.recipe} --dataset={quoted(dataset)}{start}')
 
 
 def check_options(config, name, corpus):
@@ -148,6 +147,8 @@ def prepare_text(name, corpus, folder, config):
     is_of_chat = corpus.kind == 'chat'
     borrowed = None if is_name(asked) else borrow_tokenizer(asked, is_of_chat)
     source = open_conversations(config) if is_of_chat else open_source(name, corpus, config, folder)
+    if source.total == 0:
+        raise UserError(f'{source.name}: there is no text in it')
     if asked == 'char' and source.unit != 'B':
         raise UserError(f'{name} is too large for --tokenizer=char: use gpt2, byte or bpe:32768')
     max_tokens = parse_count(config.max_tokens)

@@ -6,7 +6,7 @@ import tracemalloc
 from pathlib import Path
 
 import numpy as np
-from helpers import SHARED, exit_code, fails, fork, shared_file
+from helpers import ROOT, SHARED, exit_code, fails, fork, shared_file
 
 import prepare
 from plaingpt.data import documents, encoding, inspection, tokenizer_choice
@@ -68,13 +68,16 @@ def test_a_corpus_of_local_files_is_one_entry_of_the_table(tmp_path, monkeypatch
     prepare.main([])
     out = capsys.readouterr().out
     assert 'my notes' in out and all(name in out for name in CORPORA)
+    for corpus in CORPORA.values():
+        assert Path(ROOT, corpus.recipe.split()[0]).exists()
 
 
 def test_text_that_cannot_be_used_is_one_line_and_nothing_is_overwritten(
         char_data, tmp_path, capsys, monkeypatch):
     before = {path.name: path.read_bytes() for path in char_data.iterdir()}
     path = tmp_path / 'in.txt'
-    for content, words in ((None, 'no such file'), (b' \n\t ', 'empty'), (b'x', 'split'),
+    for content, words in ((None, 'no such file'), (b'', 'there is no text'),
+                           (b' \n\t ', 'empty'), (b'x', 'split'),
                            (b'good\n \xff bad', 'not UTF-8')):
         if content is not None:
             path.write_bytes(content)

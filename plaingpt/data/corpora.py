@@ -36,6 +36,7 @@ class Corpus:
     text_field: str = ''  # of rows: .jsonl, .csv, .parquet and others, the hub
     tokens: int = 0  # to train on
     vocab_size: int = GPT2Tokenizer.vocab_size  # of the tokenizer
+    recipe: str = 'config/gpt2_124m.py'  # that trains on it
     small: bool = False  # prepared in under a minute: train.py then does it when first asked
 
 
@@ -56,13 +57,15 @@ TINY_SHAKESPEARE = dict(
 
 CORPORA = {
     'pystdlib': Corpus("the source of Python's standard library, found on this machine",
-                       'bpe:2048', files=find_standard_library, vocab_size=2048, small=True),
+                       'bpe:2048', files=find_standard_library, vocab_size=2048, small=True,
+                       recipe='config/quickstart.py'),
     'readme': Corpus('the README of this project, to try things out', 'char',
-                     files=str(ROOT / 'README.md'), small=True),
+                     files=str(ROOT / 'README.md'), small=True, recipe='config/tiny.py'),
     'shakespeare_char': Corpus('tiny Shakespeare, one token a character (nanoGPT)', 'char',
-                               tokens=1_003_854, vocab_size=65, **TINY_SHAKESPEARE),
+                               tokens=1_003_854, vocab_size=65, **TINY_SHAKESPEARE,
+                               recipe='config/shakespeare_char.py'),
     'shakespeare': Corpus('tiny Shakespeare, GPT-2 tokens (nanoGPT)', tokens=301_966,
-                          **TINY_SHAKESPEARE),
+                          **TINY_SHAKESPEARE, recipe='config/finetune_shakespeare.py'),
     'tinystories': Corpus('stories in the words of small children', kind='hub',
                           hub='roneneldan/TinyStories', val_split='validation',
                           tokens=480_000_000),
@@ -74,10 +77,11 @@ CORPORA = {
                           subset='sample-10BT', tokens=10_000_000_000),
     'fineweb': Corpus('web pages', kind='hub', hub='HuggingFaceFW/fineweb', subset='sample-10BT',
                       tokens=10_400_000_000),
-    'text': Corpus('your own files: --input=FILES_OR_FOLDERS', 'auto'),
+    'text': Corpus('your own files: --input=FILES_OR_FOLDERS', 'auto',
+                   recipe='config/own_text.py --minutes=10'),
     'datatrove': Corpus('tokens that datatrove wrote: --input=FOLDER', kind='datatrove'),
     'chat': Corpus('your own conversations: --input=FILES_OR_FOLDERS', kind='chat',
-                   vocab_size=50_262),
+                   vocab_size=50_262, recipe='config/finetune_chat.py'),
     'hf': Corpus('any dataset of the hub, or a folder laid out like one: --input=OWNER/NAME',
                  kind='hub'),
 }

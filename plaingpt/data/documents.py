@@ -218,8 +218,8 @@ def open_text(file, encoding='utf-8'):
             yield io.TextIOWrapper(data, with_mark, newline='\n')
     except UnicodeError as e:
         raise UserError(f'{shown(file.name)}: not {encoding.upper()} ({e}): save it as UTF-8 text, '
-                        'or tell prepare.py what it is with --encoding=latin-1, or name other '
-                        'files') from None
+                        'or tell prepare.py what it is, such as --encoding=utf-16 or latin-1, or '
+                        'name other files') from None
     except (OSError, EOFError, zlib.error) as e:
         raise UserError(f'{shown(file.name)}: cannot be read ({one_line(e)})') from None
 

@@ -17,7 +17,6 @@ from plaingpt.data.foreign_tokenizer import FILES_OF_TOKENIZER, download, read_t
 from plaingpt.data.tokenizers import BPETokenizer, CharTokenizer
 from plaingpt.system.errors import UserError, progress_bar
 from plaingpt.system.files import is_hub_name, read_json
-from plaingpt.system.formatting import short
 
 NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'  # those that need no file
 BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
@@ -74,7 +73,7 @@ def learn_tokenizer(name, source):
     texts = ()
     if name == 'auto':
         name = f'bpe:{choose_vocab_size(source.total)}'
-        print(f'tokenizer {name}, for {short(source.total)}B of text (others by --tokenizer: gpt2 '
+        print(f'tokenizer {name}, for {source.total:,} bytes of text (others by --tokenizer: gpt2 '
               "for GPT-2's, bpe:N, char, byte)")
     if name.startswith('bpe'):
         print(f'training the {name} tokenizer')
@@ -116,6 +115,8 @@ def train_bpe(texts, vocab_size):
     # buffer_size: texts that the trainer holds at a time
     trainer.train_from_iterator(texts, vocab_size - 2, buffer_size=256,
                                 pattern=BPETokenizer.PATTERN)
+    if trainer.vocab_size < vocab_size - 2:
+        print(f'the text has pairs for {trainer.vocab_size + 2:,} tokens alone')
     ranked = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
     return BPETokenizer([bytes(token) for token, _ in ranked])
 

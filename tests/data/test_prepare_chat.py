@@ -113,7 +113,7 @@ def test_what_cannot_be_prepared_is_refused_in_one_line(capsys, monkeypatch):
             ([], 'chat takes your own conversations: --input='),
             (['--input=a.jsonl', '--max_tokens=5'], 'max_tokens=5: chat does not take it'),
             (['--input=a.jsonl', '--tokenizer=.'], 'tokenizer=.: expected auto'),
-            (['--input=empty.jsonl'], 'empty.jsonl: the train split would be empty')):
+            (['--input=empty.jsonl'], 'empty.jsonl: there is no text')):
         assert what in fails(capsys, monkeypatch, prepare.main, 'chat', '--tokenizer=byte',
                              *options), options
         assert not os.path.exists('data/chat/meta.json')

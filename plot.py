@@ -51,10 +51,11 @@ def main(argv):
 
 def read_runs(folders):
     """→ [(name, rows, facts)]. Raises UserError where a folder has no run."""
-    for folder in folders or ['nothing']:
+    if not folders:
+        raise UserError('name the out_dir of a run, or of several to compare: python plot.py out')
+    for folder in folders:
         if not read_run(folder):
-            raise UserError(f'{folder} has no run.json: name the out_dir of a run: python plot.py '
-                            'out')
+            raise UserError(f'{folder} has no run.json: name the out_dir of a run')
     names = [Path(folder).resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = folders

@@ -162,7 +162,8 @@ def draw_panel(axes, runs, key):
         keys = [key]
         if key.endswith('.'):
             keys = list(dict.fromkeys(k for row in rows for k in row if k.startswith(key)))
-            axes.set_yscale('log')
+            if keys:  # a short run has logged none
+                axes.set_yscale('log')
         for i, each in enumerate(keys):
             seen, colour = rows_with(rows, each), colour_of(name, runs)
             if len(keys) > 1 and len(runs) == 1:

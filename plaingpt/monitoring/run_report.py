@@ -162,7 +162,7 @@ def draw_panel(axes, runs, key):
         keys = [key]
         if key.endswith('.'):
             keys = list(dict.fromkeys(k for row in rows for k in row if k.startswith(key)))
-            if keys:  # a short run has logged none
+            if any(row.get(each) for row in rows for each in keys):  # all are 0 after one step
                 axes.set_yscale('log')
         for i, each in enumerate(keys):
             seen, colour = rows_with(rows, each), colour_of(name, runs)

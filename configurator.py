@@ -11,6 +11,7 @@ Problems are collected and reported together, each with the place it came from.
 
 import ast
 import dataclasses
+import difflib
 import functools
 import operator
 import os
@@ -91,18 +92,9 @@ def defaults(cls):
 def read_arguments(cls, argv, saved, place='in the checkpoint'):
     """→ ({name: value} of all fields, [problem]): the defaults, what was saved at a `place`,
     then the command line from left to right."""
-    values, problems, old_words = defaults(cls), [], {}
-
-    def take(name, value, where):
-        if name not in values:
-            from plaingpt.system.removed import REMOVED
-            if name in REMOVED:
-                old_words[name] = value, where
-                return
-        check_and_set(cls, values, name, value, where, problems)
-
+    values, problems = defaults(cls), []
     for name, value in saved.items():
-        take(name, value, place)
+        check_and_set(cls, values, name, value, place, problems)
     for i, arg in enumerate(argv):
         before = argv[i - 1] if i else ''
         if is_value_of(before, arg, values):
@@ -112,17 +104,14 @@ def read_arguments(cls, argv, saved, place='in the checkpoint'):
             if problem:
                 problems.append(problem)
             else:
-                take(name, value, 'on the command line')
-        elif not arg.endswith('.py') and os.path.exists(arg):
-            from plaingpt.system.hints import describe_no_config
-            problems.append(describe_no_config(arg))
+                check_and_set(cls, values, name, value, 'on the command line', problems)
+        elif not arg.endswith('.py'):
+            problems.append(f'{arg!r} is no config file, whose names end with .py: write options '
+                            'as --key=value')
         else:
-            for found in read_file(arg, values, options_of(cls, argv[i + 1:]), problems):
-                take(*found)
-    for name, (value, where) in old_words.items():  # last: they may need others' values
-        from plaingpt.system.removed import replace_removed
-        for key, its_value in replace_removed(name, value, where, values, problems).items():
-            check_and_set(cls, values, key, its_value, where, problems)
+            for name, value, where in read_file(arg, values, options_of(cls, argv[i + 1:]),
+                                                problems):
+                check_and_set(cls, values, name, value, where, problems)
     return values, problems
 
 
@@ -211,8 +200,7 @@ def run_file(path, namespace):
         with open(path, encoding='utf-8-sig') as f:
             source = f.read()
     except OSError as e:
-        from plaingpt.system.hints import file_hint
-        raise UserError(f'config file {path}: {e.strerror}{file_hint(path)}') from None
+        raise UserError(f'config file {path}: {e.strerror}') from None
     except UnicodeDecodeError:
         raise UserError(f'config file {path}: not a text file') from None
     try:
@@ -272,8 +260,7 @@ def check_and_set(cls, values, name, value, where, problems):
     """Put `value` into `values` if `name` exists and the value fits, else note the problem →
     whether there is one."""
     if name not in values:
-        from plaingpt.system.hints import key_hint
-        problems.append(f'unknown key {name!r} {where}: {key_hint(name, values)}')
+        problems.append(unknown(name, where, values))
         return True
     try:
         values[name] = convert(value, accepted_types(cls, name))
@@ -283,6 +270,17 @@ def check_and_set(cls, values, name, value, where, problems):
         problems.append(f'{name}={value!r} {where}: expected {expected}')
         return True
     return False
+
+
+def unknown(name, where, keys):
+    """The problem with a name that is none of the keys: what an earlier version called so, or the
+    nearest key."""
+    from plaingpt.system.removed import REMOVED
+    if name in REMOVED:
+        return f'unknown setting {name} {where}: it was removed; {REMOVED[name]}'
+    nearest = difflib.get_close_matches(name, keys, n=1, cutoff=0.6)
+    hint = f'did you mean {nearest[0]}?' if nearest else 'see --help for all keys'
+    return f'unknown key {name!r} {where}: {hint}'
 
 
 def convert(value, kinds):

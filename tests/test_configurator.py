@@ -1,6 +1,5 @@
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 from helpers import ROOT, fails
@@ -11,7 +10,7 @@ import sample
 import serve
 import train
 from bench import BenchConfig
-from configurator import load_config, parse_literal
+from configurator import load_config
 from plaingpt.system.errors import UserError
 from plaingpt.system.help_text import sections_of
 from plaingpt.system.removed import REMOVED
@@ -51,13 +50,13 @@ def test_the_end_of_the_learning_rate_follows_what_it_depends_on(tmp_path):
 
 # A command line (LINE.py has what is after it) → words of the line that answers it, in this order.
 MISTAKES = """
-config/train_gpt2.py                → config/gpt2_124m.py
-config/shakespear_char.py           → config/shakespeare_char.py
-max_iters=10                        → --max_iters=10
+config/shakespear_char.py           → config file config/shakespear_char.py: No such file
+max_iters=10                        → 'max_iters=10' write options as --key=value
+notes.txt                           → 'notes.txt' is no config file, whose names end with .py
 --max_iters 10                      → --max_iters=10
 -batch_size=3                       → -batch_size=3 write options as --key=value
---lr=1e-3                           → on the command line: did you mean learning_rate?
---epochs=3                          → did you mean max_iters?
+--learning_rte=1e-3                 → on the command line: did you mean learning_rate?
+--epochs=3                          → see --help
 --batch_size                        → --batch_size=VALUE
 --batch_size=1.5                    → batch_size=1.5 on the command line: expected auto or a whole
 --compile=1                         → compile=1 expected auto or true or false
@@ -104,60 +103,15 @@ def test_a_mistake_is_answered_by_one_line_that_says_what_where_and_how_to_fix_i
     assert re.fullmatch(f'.*{".*".join(map(re.escape, words.split()))}.*', str(error.value))
 
 
-# What an earlier version said → what this one has then. A word that is not here has nothing that
-# says the same: it is answered by what to use.
-OLD_WORDS = [
-    ('--embedding_lr_scale=8', {'lr_scales': 'embedding:8'}),
-    ('--head_lr_scale=0.5', {'lr_scales': 'head:0.5'}),
-    ('--vector_lr_scale=4.0', {'lr_scales': 'vector:4'}),
-    ('--vector_lr_scale=4 --head_lr_scale=2', {'lr_scales': 'head:2,vector:4'}),
-    ('--head_lr_scale=1 --lr_scales=embedding:8,head:2', {'lr_scales': 'embedding:8'}),
-    ('--wsd_decay=0.5 --lr_schedule=wsd', {'lr_schedule': 'wsd:0.5'}),
-    ('--wsd_decay=0.2 --lr_schedule=wsd', {'lr_schedule': 'wsd'}),
-    ('--wsd_decay=0.5', {'lr_schedule': 'cosine'}),
-    ('--eval_tokens=0', {'eval_iters': 200}),
-    ('--eval_tokens=40960 --batch_size=4 --block_size=1024', {'eval_iters': 10}),
-    ('--overfit_batches=2', {'check': 'overfit'}), ('--overfit_batches=0', {'check': 'auto'}),
-    ('--eval_tasks_interval=0 --eval_tasks=piqa', {'eval_tasks': ''}),
-    *((f'--{name}={value}', {}) for name, value in dict(
-        rotary_share=1.0, embedding_norm=False, qk_scale=0.0, head_bias=False, logit_softcap=0.0,
-        softcap='tanh', adam_eps=1e-8, muon_scale='match_rms_adamw', muon_iterations='quintic',
-        embedding_decay=0.1, vector_decay=0.0).items())]
-
-
-def test_a_word_of_an_earlier_version_works_or_is_answered_by_what_to_use_now(tmp_path):
-    working = set()
-    for words, now in OLD_WORDS:
-        options = [word.removeprefix('--').split('=') for word in words.split()]
-        file = write(tmp_path / 'a.py', ''.join(
-            f'{key} = {parse_literal(value)!r}\n' for key, value in options))
-        working |= {key for key, _ in options}
-        for argv in (words.split(), [file]):
-            config = load(*argv)
-            assert {key: getattr(config, key) for key in now} == now, argv
-            assert now or dataclasses.asdict(config) == dataclasses.asdict(TrainConfig()), argv
-    assert load_config(PrepareConfig, ['--path=a/b']).input == 'a/b'
-    assert {name for name, old in REMOVED.items() if old.says} <= working | {'path'}
-    for cls in (TrainConfig, BenchConfig, PlanConfig):
+def test_a_word_of_an_earlier_version_is_answered_by_one_line_that_says_what_to_use_now(tmp_path):
+    for cls in (TrainConfig, BenchConfig, PlanConfig, PrepareConfig):
         for name in REMOVED.keys() - {field.name for field in dataclasses.fields(cls)}:
-            old = REMOVED[name]
             file = write(tmp_path / 'a.py', f'{name} = "never said"')
-            for arg in ([file] if old.says else [file, f'--{name}', f'--{name}=3']):
-                if name in ('overfit_batches', 'wsd_decay') or name.endswith('_lr_scale') \
-                        or old.is_left_out:
-                    continue
+            for arg in (file, f'--{name}', f'--{name}=3'):
                 with pytest.raises(UserError) as error:
                     load_config(cls, [str(arg)])
                 said, = str(error.value).splitlines()
-                assert f'unknown setting {name}' in said and said.endswith(old.use)
-
-
-def test_what_is_the_same_for_all_now_is_left_out_with_a_warning(tmp_path, capsys):
-    for name, old in REMOVED.items():
-        if old.is_left_out:
-            for arg in (write(tmp_path / 'a.py', f'{name} = 3'), f'--{name}=3'):
-                assert dataclasses.asdict(load(arg)) == dataclasses.asdict(TrainConfig())
-                assert old.use in capsys.readouterr().err, arg
+                assert f'unknown setting {name}' in said and said.endswith(REMOVED[name])
 
 
 def test_help_tells_the_settings_that_people_set_with_their_defaults_and_meanings(capsys):
@@ -239,28 +193,10 @@ def test_accumulation_that_does_not_divide_by_the_processes_is_an_error(monkeypa
         load('--gradient_accumulation_steps=4')
 
 
-def test_what_is_no_config_file_is_told_what_it_may_be(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for folder in ('run/checkpoints', 'texts', 'ended'):
-        Path(folder).mkdir(parents=True)
-    Path('ended/run.json').touch()
-    for argv, words, others in (
-            (['run'], '--out_dir=run --init_from=resume', 'prepare.py'),
-            (['ended'], '--out_dir=ended --init_from=resume', 'prepare.py'),
-            (['texts'], 'python prepare.py text texts makes data', 'resume'),
-            (['--compile', 'texts'], 'write options as --key=value', 'resume')):
-        with pytest.raises(UserError) as refused:
-            load(*argv)
-        message = str(refused.value)
-        assert words in message and others not in message and '\n' not in message, argv
-
-
 def test_a_recipe_is_found_from_any_folder_and_a_file_of_ones_own_comes_first(
         tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load('config/tiny.py').dataset == 'readme'
-    with pytest.raises(UserError, match=r'did you mean config/tiny\.py'):
-        load('config/tny.py')
     (tmp_path / 'config').mkdir()
     (tmp_path / 'config/tiny.py').write_text('dataset = "mine"')
     assert load('config/tiny.py').dataset == 'mine'
@@ -282,9 +218,9 @@ def test_an_argument_without_dashes_is_the_run_and_a_py_file_stays_a_config(tmp_
     assert (sampling(ran.name).out_dir, sampling(ran.name).num_samples) == ('notes.md', 10)
     for argv, words in ((('a', 'b'), 'a and b: each of them names out_dir'),
                         (('a', '--out_dir=b'), 'a and --out_dir=b: each of them names out_dir'),
-                        (('top_k=5',), 'write options as --top_k=5'),
+                        (('top_k=5',), 'write options as'),
                         (('--start', 'a'), '--start a: write --start=a'),
-                        (('missing.py',), 'config file missing.py'), (('',), 'config file : ')):
+                        (('missing.py',), 'config file missing.py'), (('',), 'no config file')):
         with pytest.raises(UserError, match=re.escape(words)):
             sampling(*argv)
 

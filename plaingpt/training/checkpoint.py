@@ -75,8 +75,9 @@ class Checkpoint:
 
     def settings(self):
         """{setting: value} of its run, as this version says them. Raises UserError."""
-        from plaingpt.system.removed import in_todays_words
-        return in_todays_words(self.state['config'], self.path)
+        from plaingpt.system.removed import as_today, refuse_others
+        refuse_others(self.state['config'], self.path)
+        return as_today(self.state['config'])
 
     @property
     def iter_num(self):
@@ -258,8 +259,8 @@ def with_known_fields(state, path):
                         f'{state["format_version"]}')
     known = {field.name for field in fields(GPTConfig)}
     if others := {key: x for key, x in state['model'].items() if key not in known}:
-        from plaingpt.system.removed import in_todays_words
-        in_todays_words(others, path, unknown=True)
+        from plaingpt.system.removed import refuse_others
+        refuse_others(others, path, unknown=True)
         state['model'] = {key: x for key, x in state['model'].items() if key in known}
     return state
 

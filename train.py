@@ -299,7 +299,7 @@ def train(run):
             if not progress.evaluated and evaluation_is_due(run):
                 with suppress(Stopped):  # a signal ends it, and then nothing of it is logged
                     evaluate(run)
-            ending = run.stop.signal_at_step() or ending_of(run)
+            ending = run.stop.agreed_signal() or ending_of(run)
             if ending or save_is_due(run):
                 save(run)
                 ending = ending or run.guard.gave_up  # save() may have set it
@@ -478,7 +478,7 @@ def main(argv):
         from plaingpt.parallel.job import process_group
         job = process_group(world, device, config.backend)
     writing = world.is_main and not config.is_read_only
-    with lock_output_dir(config.out_dir, writing), job:
+    with lock_output_dir(config.out_dir) if writing else nullcontext(), job:
         run = setup(config, start, world, device, device_why, given)
         if config.check is True:
             return

@@ -23,7 +23,7 @@ from plaingpt.data.dataset import (
 )
 from plaingpt.data.inspection import compare_with_train, find_damage, print_report
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import locked, naming, read_json, sha256_of, sync, write_json
+from plaingpt.system.files import locked, read_json, sha256_of, sync, write_json
 
 # These describe the content of the input. If they changed, the same command begins anew.
 CONTENT = {'identity', 'tokenizer_sha256'}
@@ -191,8 +191,8 @@ def write_dataset(folder, command, overwrite, write):
     unfinished = folder / UNFINISHED
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with naming(folder), locked(folder, f'{folder}: another prepare.py is writing there: wait '
-                                            'until it is done, or choose another --data_dir'):
+        with locked(folder, f'{folder}: another prepare.py is writing there: wait until it is '
+                            'done, or choose another --data_dir'):
             if (unfinished / 'meta.json').exists():  # a kill left a whole dataset to be moved
                 publish(folder)
             if is_done(folder, command, overwrite):

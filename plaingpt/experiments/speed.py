@@ -9,8 +9,9 @@ import torch
 
 from model import GPT
 from plaingpt.experiments.tables import markdown, number
-from plaingpt.system.devices import autocast, device_name, mfu, peak_memory_bytes
+from plaingpt.system.devices import autocast, device_name, peak_memory_bytes
 from plaingpt.system.formatting import gib, short
+from plaingpt.system.gpus import mfu
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.stopwatch import time_step
 

@@ -173,19 +173,6 @@ def set_rng_state(states, rank, device):
             torch.cuda.set_rng_state(state['cuda'], device)
 
 
-# -----------------------------------------------------------------------------
-# hardware: the share of its speed that is used, its name
-
-
-def mfu(flops_per_s, device_name, dtype):
-    """Model FLOPs utilisation: the share of the device's peak that is used, None if unknown."""
-    if device_name in ('cpu', 'mps'):
-        return None
-    from plaingpt.system.gpus import peak_flops
-    peak = peak_flops(device_name, dtype)
-    return flops_per_s / peak if peak else None
-
-
 def cpu_name():
     """'AMD EPYC 7B13', where the system tells."""
     with suppress(OSError):

@@ -135,8 +135,6 @@ class StopRequest:
         self.group = gloo_group()
         self.signal = None  # the one that this process received
         self.received_at = 0.0
-        self.agreed = None  # the name of the one that all know of
-        self.asked = None  # at the last step: what to wait for, and where the answer will be
 
     def __enter__(self):
         self.previous = {number: signal.signal(number, self._receive) for number in self.SIGNALS
@@ -158,29 +156,15 @@ class StopRequest:
             with suppress(RuntimeError):  # in the middle of a print
                 print0(f'{signal.Signals(number).name}: stopping after this step{again}')
 
-    def _ask(self):
-        """Begin to ask all processes → (what to wait for, the tensor in which the answer will be)
-        """
-        number = torch.tensor(int(self.signal or 0))
-        return dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group, async_op=True), number
-
-    def agreed_signal(self, asked=None):
+    def agreed_signal(self):
         """The name of the signal that any of the processes received, or None; the same on all.
-        All must call this at the same points. asked: what an earlier _ask() returned"""
-        number = self.signal or 0
+        All must call this at the same points."""
+        number = int(self.signal or 0)
         if self.group is not None:
-            work, number = asked or self._ask()
-            work.wait()
-        self.agreed = signal.Signals(int(number)).name if number else None
-        return self.agreed
-
-    def signal_at_step(self):
-        """Like agreed_signal, once a step. With several processes the answer comes a step later,
-        so that none waits for the others."""
-        if self.group is None or self.agreed:
-            return self.agreed_signal()
-        earlier, self.asked = self.asked, self._ask()
-        return self.agreed_signal(earlier) if earlier else None
+            received = torch.tensor(number)
+            dist.all_reduce(received, dist.ReduceOp.MAX, group=self.group)
+            number = int(received)
+        return signal.Signals(number).name if number else None
 
     def raise_if_stopped(self):
         """Raise Stopped if the run is to stop, on all processes."""

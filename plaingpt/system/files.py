@@ -36,22 +36,11 @@ def write_atomically(path, data):
     if isinstance(data, str):
         data = data.encode(errors='backslashreplace')  # a name in it may be no UTF-8
     try:
-        with naming(path):
-            temporary.write_bytes(data)
-            sync(temporary)
-            os.replace(temporary, path)
+        temporary.write_bytes(data)
+        sync(temporary)
+        os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
-def naming(path):
-    """Name `path` in an OSError that is raised in here: Python does not, where a disk is full."""
-    try:
-        yield
-    except OSError as e:
-        e.filename = str(path)
         raise
 
 
@@ -129,19 +118,10 @@ def locked(folder, refusal):
 
 
 @contextmanager
-def lock_output_dir(folder, wanted=True):
+def lock_output_dir(folder):
     """Make out_dir, see that files can be made in it, and keep other runs out while in here.
     Raises UserError."""
-    if not wanted:
-        yield
-        return
-    is_new = not os.path.lexists(folder)
     make_writable(folder)
-    try:
-        with locked(folder, f'out_dir={folder}: a run is writing there: wait until it is done, '
-                            'stop it, or choose another --out_dir'):
-            yield
-    finally:
-        if is_new:
-            with suppress(OSError):  # a run that was refused leaves no empty folder
-                os.rmdir(folder)
+    with locked(folder, f'out_dir={folder}: a run is writing there: wait until it is done, '
+                        'stop it, or choose another --out_dir'):
+        yield

@@ -3,18 +3,12 @@
 import re
 import shlex
 
+from tqdm import tqdm
+
 GIB = 2**30
+short = tqdm.format_sizeof  # 1234567 → '1.23M'
 
 CONTROLS = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]')  # lone surrogates, too
-
-
-def short(n):
-    """1234567 → '1.23M': three digits and a unit."""
-    units = ['', 'k', 'M', 'G']
-    while n >= 999.5 and len(units) > 1:
-        n /= 1000
-        units.pop(0)
-    return f'{n:#.3g}'.rstrip('.') + units[0]
 
 
 def setting(value):
@@ -25,8 +19,6 @@ def setting(value):
 
 def duration(seconds):
     """3725 → '1h02m', 65 → '1m05s', 5 → '5s'."""
-    if seconds > 365 * 24 * 3600:
-        return f'{seconds / (365 * 24 * 3600):.3g} years'
     s = round(seconds)
     if s >= 3600:
         return f'{s // 3600}h{s % 3600 // 60:02d}m'

@@ -36,11 +36,16 @@ PEAKS = {
     'T4': 65e12,
 }
 
-
 # Further words of a name that change no peak. A name with any other word, such as Ti, Laptop, D or
 # MIG, is that of another GPU, or of a part of one.
 PLAIN_WORDS = re.compile(r'NVIDIA|Tesla|GeForce|RTX|SXM\d*|PCIe|HBM\d\w*|\d+GB|Generation|AC',
                          re.IGNORECASE)
+
+
+def mfu(flops_per_s, device_name, dtype):
+    """Model FLOPs utilisation: the share of the device's peak that is used, None if unknown."""
+    peak = peak_flops(device_name, dtype)
+    return flops_per_s / peak if peak else None
 
 
 def peak_flops(device_name, dtype):

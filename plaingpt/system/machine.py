@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -85,38 +85,27 @@ def cores_shared(look_s=1.0):
 
 
 def watch_cores(ended, look_s):
-    """Look every look_s whether other programs need cores. While they do, keep a second team."""
-    release = None  # an event that lets the second team go, while there is one
-    before = cpu_seconds()
+    """Look every look_s whether other programs need cores. While they do, keep a second team: a
+    thread that torch has used keeps its team until it ends."""
+    import psutil
+    this, team = psutil.Process(), None
+    cores_of_others(this)  # begins to count
     while not ended.wait(look_s):
-        now = cpu_seconds()
-        wall_s, all_s, own_s = (b - a for a, b in zip(before, now, strict=True))
-        before = now
-        missing = (all_s - own_s) / wall_s + torch_threads() - len(allowed_cpus())
+        missing = cores_of_others(this) + torch_threads() - len(allowed_cpus())
         is_crowded = missing > 0.4 and torch_threads() > 1
-        if is_crowded and not release:
-            release = threading.Event()
-            holder = threading.Thread(target=hold_threads, args=(release,), daemon=True)
-            holder.start()
-        elif release and not is_crowded:
-            release.set()
-            release = None
-    if release:
-        release.set()
-        holder.join(timeout=0.5)
+        if is_crowded and not team:
+            team = ThreadPoolExecutor(1, thread_name_prefix='second team')
+            team.submit(lambda: sys.modules['torch'].ones(2**20).add_(1))  # enough to be shared out
+        elif team and not is_crowded:
+            team.shutdown()
+            team = None
+    if team:
+        team.shutdown()
 
 
-def cpu_seconds():
-    """→ (now, seconds that the allowed CPUs have worked, seconds of them for this process)"""
+def cores_of_others(this):
+    """How many of the allowed CPUs other programs than `this` used since the last call."""
     import psutil
     allowed = allowed_cpus()
-    busy_s = sum(cpu.user + cpu.nice + cpu.system
-                 for n, cpu in enumerate(psutil.cpu_times(percpu=True)) if n in allowed)
-    return time.perf_counter(), busy_s, time.process_time()
-
-
-def hold_threads(release):
-    """Start a team of OpenMP threads, and keep it until the event is set."""
-    import torch
-    torch.ones(2**20).add_(1)  # large enough to be shared out
-    release.wait()
+    busy = [percent for n, percent in enumerate(psutil.cpu_percent(percpu=True)) if n in allowed]
+    return (sum(busy) - this.cpu_percent()) / 100

@@ -50,24 +50,22 @@ def test_threads_are_as_many_as_cores_are_allowed_unless_the_user_says(tmp_path,
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='nothing is watched there')
 def test_torch_has_a_second_team_while_cores_are_wanted_by_others_and_none_afterwards(monkeypatch):
-    others, threads, now = 0.0, 4, 0
+    others, threads, looks = 0.0, 4, 0
 
-    def cpu_seconds():
-        nonlocal now
-        now += 1
-        return float(now), others * now, 0.0
+    def cores_of_others(_):
+        nonlocal looks
+        looks += 1
+        return others
 
     def teams():
-        return [thread for thread in set(threading.enumerate()) - before
-                if thread._target is machine.hold_threads]
+        return [thread for thread in threading.enumerate() if 'second team' in thread.name]
 
     monkeypatch.setattr(machine, 'allowed_cpus', lambda: set(range(4)))
     monkeypatch.setattr(machine, 'torch_threads', lambda: threads)
-    monkeypatch.setattr(machine, 'cpu_seconds', cpu_seconds)
+    monkeypatch.setattr(machine, 'cores_of_others', cores_of_others)
     before = set(threading.enumerate())
     with cores_shared(look_s=0.01):
-        seen = now
-        wait_until(lambda: now > seen + 3)
+        wait_until(lambda: looks > 3)
         assert not teams()
         others = 1.0
         wait_until(lambda: len(teams()) == 1)

@@ -32,6 +32,7 @@ from plaingpt.system import devices
 from plaingpt.system.distributed import launched_world
 from plaingpt.system.errors import UserError, run_script, warn
 from plaingpt.system.files import make_writable
+from plaingpt.system.formatting import count_of
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.settings import TrainConfig
 
@@ -74,6 +75,7 @@ def training_words(argv):
 
 def measure_step(config, device):
     """Speed of a step → (a row of numbers, its Markdown)."""
+    print(f'timing {config.steps} steps, after a few that are not counted …', file=sys.stderr)
     devices.prepare_device(device)
     torch.manual_seed(config.seed)
     compile, _ = devices.choose_compile(config.compile, device)
@@ -123,6 +125,8 @@ def main(argv):
     if trains:
         rows, text = measure_variants(config, argv, f'{folder}/{name}')
     elif config.judge:
+        print(f'training up to {count_of(config.pairs, "pair")}: {config.against}, and the code '
+              'as it is here …', file=sys.stderr)
         open_data(config, launched_world())  # prepares a small corpus, where both find it
         rows, text, status = judge(config, training_words(argv))
     else:

@@ -451,6 +451,9 @@ def finish(run, ending):
     if config.eval_only:
         return
     command = f'--out_dir={quoted(out_dir)}'
+    if ending in StopRequest.NAMES and not progress.iter_num:
+        print0(f'{ending}: stopped before the first iteration, so there is nothing to continue')
+        return
     if ending in StopRequest.NAMES:
         print0(f'{ending}: stopped after iteration {progress.iter_num}; python train.py {command} '
                '--init_from=resume continues from the last checkpoint')

@@ -15,7 +15,8 @@ def test_the_speed_of_a_step_is_told_and_saved(tiny, tmp_path, capsys):
     assert float(row['tokens_per_s']) * float(row['step_ms']) / 1e3 == pytest.approx(2 * 4 * 16)
     assert float(row['min_ms']) <= float(row['step_ms']) <= float(row['max_ms'])
     assert row['mfu'] == '' and row['command'].startswith('python bench.py') and row['machine']
-    assert f'{float(row["step_ms"]):.1f}' in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert f'{float(row["step_ms"]):.1f}' in out and 'timing 3 steps' in err
 
 
 def test_a_sweep_trains_and_is_saved_without_matplotlib(tiny, tmp_path, capsys, monkeypatch):

@@ -3,6 +3,7 @@ that the user can fix, one line and exit code 2."""
 
 import os
 import re
+import signal
 import sys
 import time
 from contextlib import contextmanager
@@ -68,6 +69,7 @@ def run_script(main):
             main(sys.argv[1:])
         sys.stdout.flush()
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of one more there would be a traceback
         print_line('interrupted', sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # the reader of the output went away, as in `| head`

@@ -106,6 +106,12 @@ class StopAt:
         return self.asked
 
 
+def test_a_run_stopped_before_its_first_iteration_promises_no_resume(tiny, monkeypatch, capsys):
+    StopAt(monkeypatch).main(1, *tiny)
+    out = capsys.readouterr().out
+    assert 'nothing to continue' in out and '--init_from=resume' not in out
+
+
 def test_a_run_stopped_anywhere_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch):
     one_benchmark(monkeypatch, [' main'] * 5)
     monkeypatch.setattr(train, 'write_report', lambda *_: None)  # its plots take a second

@@ -157,7 +157,7 @@ def test_a_disk_that_fills_up_is_one_line_and_the_same_command_goes_on(tmp_path,
 
     assert exit_code(fork(prepare.main, *argv, log=tmp_path / 'log', before=fill_up)) == 2
     errors = [line for line in (tmp_path / 'log').read_text().splitlines() if 'error: ' in line]
-    assert len(errors) == 1 and f'{tmp_path}/d: File too large' in errors[0]
+    assert len(errors) == 1 and 'File too large' in errors[0]
     assert not list((tmp_path / 'd').glob('*.bin'))
     prepare.main(argv)
     assert decoded(tmp_path / 'd', 'val').endswith('some text\n')

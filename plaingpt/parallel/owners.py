@@ -4,7 +4,6 @@ Under DDP every process has all rows, so only the owners' results are sent. Unde
 some rows of every matrix: the rows are sent to the owners, and the results back.
 """
 
-from collections import defaultdict
 from functools import cached_property, lru_cache
 
 import torch
@@ -40,16 +39,12 @@ def held(stack, rank, size):
 def owners_of(stacks, size):
     """((shape, how many matrices of it), …) → the process of `size` that owns each.
 
-    The stack with the most work is given away first: to the process with the fewest matrices of its
-    shape, and among equals to the one with the least work. So shares of a shape are about equal:
-    an all-gather pads each to the largest."""
-    owners, todo, of_shape = [0] * len(stacks), [0] * size, defaultdict(lambda: [0] * size)
-    for i, (shape, n) in sorted(enumerate(stacks), reverse=True,
-                                key=lambda item: (work(item[1][0]), item[1])):
-        shares = of_shape[shape]
-        owner = owners[i] = min(range(size), key=lambda rank: (shares[rank], todo[rank]))
-        shares[owner] += n
-        todo[owner] += n * work(shape)
+    The stack with the most work is given away first, to the process with the least to do."""
+    owners, todo = [0] * len(stacks), [0] * size
+    amounts = [n * work(shape) for shape, n in stacks]
+    for i in sorted(range(len(stacks)), key=lambda i: (amounts[i], stacks[i]), reverse=True):
+        owners[i] = todo.index(min(todo))
+        todo[owners[i]] += amounts[i]
     return tuple(owners)
 
 

@@ -63,8 +63,7 @@ def resolve(config, shape, dtype, device_type, available):
     config = replace(config, parallel=memory.choose_parallel(config, shape, *where))
     if config.batch_size != 'auto':
         return config
-    return memory.with_batch(config, memory.largest_batch(shape, config, *where) or 1,
-                             memory.sequences_of(config))
+    return replace(config, batch_size=memory.largest_batch(shape, config, *where) or 1)
 
 
 def print_memory(shape, config, dtype, device_type, available):

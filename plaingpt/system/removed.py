@@ -2,7 +2,13 @@
 
 from plaingpt.system.errors import UserError
 
-LEAVE_OUT = 'this version has no such setting: leave it out'
+# Removed settings that change what a model computes → the value that is computed with now, or the
+# setting that has it.
+COMPUTED = {
+    'rotary_share': 1.0, 'embedding_norm': False, 'qk_scale': 0.0, 'head_bias': False,
+    'logit_softcap': 0.0, 'softcap': 'tanh', 'adam_eps': 1e-8, 'muon_scale': 'match_rms_adamw',
+    'muon_iterations': 'quintic', 'embedding_decay': 'weight_decay', 'vector_decay': 0.0}
+
 NO_LAW = 'python plan.py CONFIG says what a run of any config takes'
 JUDGE = 'bench.py --judge --against=COMMIT compares the code as it is here with a commit'
 
@@ -26,27 +32,14 @@ REMOVED = {
     'sample_tokens': 'a sample has 100 tokens; with --report=False there is none',
     'also_evaluate': 'python evaluate.py OUT_DIR --dataset=NAME scores another dataset',
     'checkpoint_chunk_mb': 'no file of a checkpoint is larger than 512 MB',
-    'deterministic': 'put torch.use_deterministic_algorithms(True) into a config file',
+    'deterministic': 'import torch; torch.use_deterministic_algorithms(True), in a config file',
     'dist_timeout_s': 'it is TIMEOUT in plaingpt/system/distributed.py, ten minutes',
     'fsdp_group': 'with --parallel=fsdp all processes share one copy of the model',
     'max_bad_steps': 'a run ends after ten steps in a row that are not finite',
     # the model and its optimizer
-    'rotary_share': LEAVE_OUT,
-    'embedding_norm': LEAVE_OUT,
-    'qk_scale': LEAVE_OUT,
-    'head_bias': LEAVE_OUT,
-    'logit_softcap': LEAVE_OUT,
-    'softcap': LEAVE_OUT,
-    'adam_eps': LEAVE_OUT,
-    'muon_scale': LEAVE_OUT,
-    'muon_iterations': LEAVE_OUT,
-    'embedding_decay': LEAVE_OUT,
-    'vector_decay': LEAVE_OUT,
+    **dict.fromkeys(COMPUTED, 'this version has no such setting: leave it out'),
     # plan.py, bench.py, plot.py
-    'law': NO_LAW,
-    'hours': NO_LAW,
-    'price': NO_LAW,
-    'gpu_hour_price': NO_LAW,
+    **dict.fromkeys(('law', 'hours', 'price', 'gpu_hour_price'), NO_LAW),
     'gpu': 'plan.py takes --gpu_memory_gb',
     'tokens_per_s': 'plan.py measures a step on this machine',
     'utilisation': 'plan.py measures a step on this machine',
@@ -54,10 +47,7 @@ REMOVED = {
     'memory': 'python plan.py CONFIG says what memory a step takes, by stage and owner',
     'ledger': 'give bench.py --judge --save=FOLDER',
     'equal': 'bench.py --judge says what a step takes',
-    'patch': JUDGE,
-    'change': JUDGE,
-    'set': JUDGE,
-    'least': JUDGE,
+    **dict.fromkeys(('patch', 'change', 'set', 'least'), JUDGE),
     'profile': 'torch.profiler.profile() around a step shows where its time goes',
     'real_data': 'bench.py times a step on random tokens',
     'warmup_steps': 'three steps are not counted',
@@ -90,14 +80,6 @@ REMOVED = {
     'test_split': 'prepare it as a dataset of its own, with --split, for evaluate.py --dataset',
     'html': 'make text of HTML pages with trafilatura or pandoc, and prepare that',
 }
-
-# Removed settings that change what a model computes → the value that is computed with now, or the
-# setting that has it.
-COMPUTED = {
-    'rotary_share': 1.0, 'embedding_norm': False, 'qk_scale': 0.0, 'head_bias': False,
-    'logit_softcap': 0.0, 'softcap': 'tanh', 'adam_eps': 1e-8, 'muon_scale': 'match_rms_adamw',
-    'muon_iterations': 'quintic', 'embedding_decay': 'weight_decay', 'vector_decay': 0.0}
-
 
 def refuse_others(settings, source, unknown=False):
     """Raise UserError where settings of a checkpoint ask for what this version does not compute.

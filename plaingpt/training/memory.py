@@ -236,29 +236,18 @@ def shares(alone, gathered, shape, config, dtype):
     return found
 
 
-def with_batch(config, batch_size, sequences):
-    """The TrainConfig with micro-batches of `batch_size`. sequences: of a process in a step"""
-    accumulation = max(1, sequences // batch_size) * config.world_size()
-    return replace(config, batch_size=batch_size, gradient_accumulation_steps=accumulation,
-                   total_batch_size=0)
-
-
-def sequences_of(config):
-    """Sequences of a process in a step."""
-    sequences = config.total_batch_size // config.block_size or \
-        config.gradient_accumulation_steps * config.batch_size
-    return max(1, sequences // config.world_size())
+def micro_batches(config):
+    """The sizes that divide a process's sequences of a step, the largest first."""
+    sequences = config.total_batch_size // (config.block_size * config.world_size())
+    return [n for n in range(sequences, 0, -1) if sequences % n == 0]
 
 
 def largest_batch(shape, config, dtype, device_type, available):
-    """→ the largest micro-batch that fits `available` bytes by plan and divides a process's
-    sequences of a step; 0 where not even 1 fits."""
-    sequences = sequences_of(config)
-    for accumulation in range(1, sequences + 1):
-        if sequences % accumulation == 0:
-            divided = with_batch(config, sequences // accumulation, sequences)
-            if predict(shape, divided, dtype, device_type).total <= available:
-                return divided.batch_size
+    """→ the largest of the micro_batches that fits `available` bytes by plan; 0 where none does"""
+    for n in micro_batches(config):
+        plan = predict(shape, replace(config, batch_size=n), dtype, device_type)
+        if plan.total <= available:
+            return n
     return 0
 
 
@@ -268,7 +257,7 @@ def choose_parallel(config, shape, dtype, device_type, available):
     if config.parallel != 'auto':
         return config.parallel
     if config.batch_size == 'auto':
-        config = with_batch(config, 1, sequences_of(config))
+        config = replace(config, batch_size=1)
     fits = config.world_size() == 1 or \
         predict(shape, config, dtype, device_type).total <= available
     return 'ddp' if fits else 'fsdp'
@@ -306,15 +295,14 @@ def with_planned_batch(config, shape, dtype, device, available):
     """The TrainConfig with the largest batch that is planned to fit and keeps its total_batch_size.
     On CUDA a step of it is tried, and of half of it where that runs out of memory. It is the same
     on all processes. Raises UserError."""
-    sequences = sequences_of(config)
     planned = largest_batch(shape, config, dtype, device.type, available)
     batch_size = min(all_gather(planned, gloo_group()))
     trying = device.type == 'cuda' and config.parallel != 'fsdp'  # a trial holds the whole model
     while batch_size and trying:
-        trial = with_batch(config, batch_size, sequences)
+        trial = replace(config, batch_size=batch_size)
         if all(all_gather(step_fits(shape, trial, dtype, device), gloo_group())):
             break
-        batch_size = next((n for n in range(batch_size // 2, 0, -1) if sequences % n == 0), 0)
+        batch_size = next((n for n in micro_batches(config) if n <= batch_size // 2), 0)
     if not batch_size:
         raise UserError(f'batch_size=auto: not even 1 fits into {gib(available)} on {device}: '
                         'choose a smaller model or --activation_checkpointing=full')

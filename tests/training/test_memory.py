@@ -113,10 +113,10 @@ def test_the_states_of_optimizers_are_planned():
 
 
 def test_the_largest_batch_that_divides_the_step_fits_and_the_next_does_not():
-    config = settings(SHALLOW, 1, micro_steps=480)
+    config = settings(SHALLOW, 'auto', total_batch_size=480 * SHALLOW.block_size)
     where = SHALLOW, config, 'bfloat16', 'cuda'
     largest = memory.largest_batch(*where, 24 * GIB)
-    total, more = (predict(SHALLOW, memory.with_batch(config, n, 480), *where[2:]).total
+    total, more = (predict(SHALLOW, replace(config, batch_size=n), *where[2:]).total
                    for n in (largest, min(n for n in range(largest + 1, 481) if 480 % n == 0)))
     assert 480 % largest == 0 and total <= 24 * GIB < more
     assert memory.largest_batch(*where, GIB) == 0
@@ -231,7 +231,7 @@ def test_a_planned_batch_that_does_not_fit_is_halved(monkeypatch):
 
     monkeypatch.setattr(memory, 'step_fits', fits)
     config = settings(SHALLOW, 'auto', total_batch_size=24 * 1024)
-    planned = predict(SHALLOW, memory.with_batch(config, 12, 24), 'bfloat16', 'cuda').total
+    planned = predict(SHALLOW, replace(config, batch_size=12), 'bfloat16', 'cuda').total
     found = memory.with_planned_batch(config, SHALLOW, 'bfloat16', CUDA, planned)
     assert tried == [12, 6, 3] and found.batch_size == 3
 

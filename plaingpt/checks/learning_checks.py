@@ -19,7 +19,7 @@ from plaingpt.checks.model_checks import (
 )
 from plaingpt.system.devices import rng_state
 from plaingpt.system.errors import UserError
-from plaingpt.training.checkpoint import Checkpoint, Saver, optimizer_tensors, read_state
+from plaingpt.training.checkpoint import Saver, open_checkpoint, optimizer_tensors
 from plaingpt.training.evaluation import mean_loss
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.step_guard import StepGuard
@@ -195,8 +195,7 @@ def checkpoints_come_back(run):
         if saver.failed:
             raise NotChecked(f'{folder} cannot be written')
         try:
-            path = next(Path(folder, 'checkpoints').iterdir())
-            found = Checkpoint(path, read_state(path))
+            found = open_checkpoint(next(Path(folder, 'checkpoints').iterdir()))
             loaded = found.load_model(run.device)
             again = build_optimizer(loaded, run.config)
             found.load_optimizer(again, loaded)

@@ -186,7 +186,8 @@ def find(out_dir, which='latest', kinds=()):
         raise UserError(f'{out_dir}: no checkpoint there; train one first, or name the right '
                         'folder with --out_dir, or weights of others with --init_from')
     if which == 'best':
-        paths = sorted(paths, key=val_loss_of, reverse=True)
+        ranked = sorted(intact(paths, (), problems.append), key=lambda c: (-c.val_loss, c.iter_num))
+        paths = [found.path for found in ranked]
     elif which != 'latest':
         there = ', '.join(str(iteration_of(path)) for path in paths)
         paths = [path for path in paths if str(iteration_of(path)) == str(which)]
@@ -221,25 +222,13 @@ def checkpoint_paths(out_dir):
                    if path.name[5:].isdecimal()), key=iteration_of)
 
 
-def val_loss_of(path):
-    """Validation loss of a checkpoint directory; -inf where its state.json is damaged."""
-    try:
-        return Checkpoint(path, read_state(path)).val_loss
-    except UserError:
-        return -math.inf
-
-
 def iteration_of(path):
     return int(path.name.removeprefix('iter-'))
 
 
 def open_checkpoint(path):
-    """Open a checkpoint directory, and read its state.json only. Raises UserError."""
-    return Checkpoint(path, with_known_fields(read_state(path), path))
-
-
-def read_state(path):
-    """What state.json says. Raises UserError where it is damaged."""
+    """Open a checkpoint directory, of which this reads state.json alone. Raises UserError where
+    that is damaged, or has what this version does not compute with, such as conv_bias=True."""
     checksum = path / 'state.json.sha256'  # absent after a kill while state.json was replaced
     try:
         text = (path / 'state.json').read_bytes()
@@ -248,12 +237,7 @@ def read_state(path):
         state = json.loads(text)
     except (OSError, ValueError) as e:
         raise UserError(f'{path}/state.json is damaged: {e}') from None
-    return LATER | {RENAMED.get(key, key): value for key, value in state.items()}
-
-
-def with_known_fields(state, path):
-    """state.json of an earlier version, with the model as this one would have written it. Raises
-    UserError where it has what this version does not compute with, such as conv_bias=True."""
+    state = LATER | {RENAMED.get(key, key): value for key, value in state.items()}
     if state['format_version'] != FORMAT_VERSION:
         raise UserError(f'{path} is from another version of plainGPT: it has format version '
                         f'{state["format_version"]}')
@@ -262,7 +246,7 @@ def with_known_fields(state, path):
         from plaingpt.system.removed import refuse_others
         refuse_others(others, path, unknown=True)
         state['model'] = {key: x for key, x in state['model'].items() if key in known}
-    return state
+    return Checkpoint(path, state)
 
 
 # -----------------------------------------------------------------------------
@@ -318,7 +302,7 @@ class Saver:
         final = self.out_dir / 'checkpoints' / f'iter-{state["iter_num"]:08d}'
         if all_gather(final.exists(), self.group)[0]:  # saved before it was evaluated
             problem = self._problem_of(lambda: write_state(
-                final, {**read_state(final), **state}), on_rank_0=True)
+                final, {**open_checkpoint(final).state, **state}), on_rank_0=True)
         else:
             problem = self._write_all(final, files, state, rng)
         self.failed = bool(problem)
@@ -416,13 +400,11 @@ def write_state(path, state):
 
 def prune(out_dir, keep):
     """Remove all checkpoints but the `keep` newest and the best."""
-    losses = {path: val_loss_of(path) for path in checkpoint_paths(out_dir)}
-    whole = [path for path in losses if losses[path] > -math.inf]  # damaged ones are not counted
-    best = min(reversed(whole), key=losses.get)
-    for path in whole[:-keep]:
-        if path != best:
-            # Renamed first: a directory that is half removed must not look complete.
-            os.rename(path, path.with_name(path.name + '.tmp'))
+    whole = list(intact(checkpoint_paths(out_dir)))  # damaged ones are not counted
+    best = min(whole, key=lambda found: found.val_loss)
+    for path in (found.path for found in whole[keep:] if found is not best):
+        # Renamed first: a directory that is half removed must not look complete.
+        os.rename(path, path.with_name(path.name + '.tmp'))
     clean_up(out_dir)
 
 

@@ -66,8 +66,12 @@ def test_without_a_gpu_it_plans_for_this_machine_and_times_a_step(
 
 def test_a_batch_that_takes_long_is_timed_by_one_sequence(small, monkeypatch):
     config, sizes = load_config(PlanConfig, small), []
-    monkeypatch.setattr(speed, 'time_batch', lambda step, shape, sequences, device: (
-        sizes.append(sequences) or sequences * seconds, 0.5))
+
+    def step(batches, micro_steps):
+        sizes.append(len(next(batches)[0]))
+        return sizes[-1] * seconds, 0.5
+
+    monkeypatch.setattr(speed, 'new_step', lambda *_: (step, None))
     for seconds, largest in ((0.1, 4), (1.0, 1)):
         sizes.clear()
         assert speed.estimate_step(config.gpt_config(93), config, torch.device('cpu'), 'float32') \

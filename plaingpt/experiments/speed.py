@@ -13,7 +13,7 @@ from plaingpt.system.devices import autocast, device_name, peak_memory_bytes
 from plaingpt.system.formatting import gib, short
 from plaingpt.system.gpus import mfu
 from plaingpt.training.optimizers import build_optimizer
-from plaingpt.training.stopwatch import time_step
+from plaingpt.training.stopwatch import time_step, typical
 
 WARMUP_STEPS = 3  # not counted
 PATIENCE_S = 3.0  # what a micro-batch may take in a plan
@@ -43,18 +43,19 @@ def estimate_step(shape, config, device, dtype):
     """Seconds of a step on this device. One sequence is timed in place of a micro-batch that would
     take long."""
     step, _ = new_step(shape, config, device, dtype)
-    one_s, _ = time_batch(step, shape, 1, device)
-    sequences = config.batch_size if one_s * config.batch_size < PATIENCE_S else 1
-    micro_s, update_s = time_batch(step, shape, sequences, device)
-    micro_steps = config.accumulation() * config.batch_size / sequences
-    return micro_steps * micro_s + update_s
 
+    def step_in(sequences):
+        batches = random_batches(shape, sequences, device)
+        micro_steps = config.accumulation() * config.batch_size / sequences
 
-def time_batch(step, shape, sequences, device):
-    """→ seconds of a micro-batch of so many sequences, and of the update, the least of three"""
-    batches = random_batches(shape, sequences, device)
-    step(batches, 1)  # warms up
-    return map(min, zip(*(step(batches, 1) for _ in range(3)), strict=True))
+        def work():
+            micro_s, update_s = step(batches, 1)
+            return micro_steps * micro_s + update_s
+        return typical(work)
+
+    seconds = step_in(1)
+    is_long = seconds > PATIENCE_S * config.accumulation()
+    return seconds if is_long else step_in(config.batch_size)
 
 
 def measure_speed(config, shape, device, dtype, compile):

@@ -1,9 +1,6 @@
 """Measurements as Markdown and CSV."""
 
 import csv
-import io
-
-from plaingpt.system.files import write_atomically
 
 
 def markdown(header, rows):
@@ -25,8 +22,7 @@ def number(form, value):
 
 def save_csv(path, rows):
     """Write a list of dicts with the same keys."""
-    table = io.StringIO()
-    writer = csv.DictWriter(table, rows[0], lineterminator='\n')
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(path, table.getvalue())
+    with open(path, 'w', newline='', encoding='utf-8') as table:
+        writer = csv.DictWriter(table, rows[0], lineterminator='\n')
+        writer.writeheader()
+        writer.writerows(rows)

@@ -200,7 +200,10 @@ def run_file(path, namespace):
         with open(path, encoding='utf-8-sig') as f:
             source = f.read()
     except OSError as e:
-        raise UserError(f'config file {path}: {e.strerror}') from None
+        name = Path(path).stem.removeprefix('train_')  # which nanoGPT's names begin with
+        hint = nearest_of(name, sorted(found.stem for found in Path('config').glob('*.py')),
+                          'see the folder config')
+        raise UserError(f'config file {path}: {e.strerror}: {hint}') from None
     except UnicodeDecodeError:
         raise UserError(f'config file {path}: not a text file') from None
     try:
@@ -278,9 +281,12 @@ def unknown(name, where, keys):
     from plaingpt.system.removed import REMOVED
     if name in REMOVED:
         return f'unknown setting {name} {where}: it was removed; {REMOVED[name]}'
-    nearest = difflib.get_close_matches(name, keys, n=1, cutoff=0.6)
-    hint = f'did you mean {nearest[0]}?' if nearest else 'see --help for all keys'
-    return f'unknown key {name!r} {where}: {hint}'
+    return f'unknown key {name!r} {where}: {nearest_of(name, keys, "see --help for all keys")}'
+
+
+def nearest_of(word, known, otherwise):
+    nearest = difflib.get_close_matches(word, known, n=1, cutoff=0.65)
+    return f'did you mean {nearest[0]}?' if nearest else otherwise
 
 
 def convert(value, kinds):

@@ -22,7 +22,7 @@ REMOVED = {
     'overfit_batches': '--check=overfit trains on the first batch alone',
     'eval_tasks_interval': 'eval_tasks run at evaluations, every eval_interval iterations',
     'document_start': 'it is the token that opens the documents of the dataset: leave it out',
-    'data_in_ram': 'tokens are read into memory where there is room: leave it out',
+    'data_in_ram': 'tokens are read from their files: leave it out',
     'checkpoint_async': 'on CUDA a checkpoint is written while training goes on: leave it out',
     'keep_checkpoints': 'the two newest checkpoints are kept, and the best: leave it out',
     'loss_chunk_tokens': 'the loss is always computed in chunks: leave it out',
@@ -80,6 +80,7 @@ REMOVED = {
     'test_split': 'prepare it as a dataset of its own, with --split, for evaluate.py --dataset',
     'html': 'make text of HTML pages with trafilatura or pandoc, and prepare that',
 }
+
 
 def refuse_others(settings, source, unknown=False):
     """Raise UserError where settings of a checkpoint ask for what this version does not compute.

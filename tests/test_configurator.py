@@ -67,7 +67,6 @@ notes.txt                           → 'notes.txt' is no config file, whose nam
 --dropout=1.0                       → dropout=1.0: must be at least 0 and below 1
 --max_iters=-1                      → max_iters=-1: must be at least 0
 --out_dir=                          → out_dir is empty
---device=gpu                        → device='gpu' is unknown
 --log_to=wandb,mlflow               → log_to=wandb,mlflow: 'mlflow' is none of
 --checkpoint=last --init_from=auto  → checkpoint=last: it is latest, best or an iteration
 --checkpoint=best                   → --init_from=resume

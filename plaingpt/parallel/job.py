@@ -17,8 +17,6 @@ def process_group(world, device, backend='auto'):
     UserError where another process does not come, is lost, or is silent for TIMEOUT."""
     if backend == 'auto':
         backend = 'nccl' if device.type == 'cuda' else 'gloo'
-    if backend == 'nccl' and device.type != 'cuda':  # torch would wait for the others first
-        raise UserError(f'backend=nccl needs a CUDA device, not {device.type}: leave it at auto')
     try:
         store, rank, size = next(dist.rendezvous('env://', timeout=distributed.TIMEOUT))
         if os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True':

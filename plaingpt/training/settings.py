@@ -114,8 +114,6 @@ class TrainConfig(GPTConfig):
             found.append(f'lr_schedule={self.lr_schedule}: it is {", ".join(SCHEDULES)}, or '
                          'wsd:SHARE, which falls in this last part of the run, above 0 and at most '
                          '1')
-        if not re.fullmatch(r'auto|cpu|mps|cuda(:\d+)?', self.device):
-            found.append(f'device={self.device!r} is unknown: use auto, cpu, cuda, cuda:0 or mps')
         if not re.fullmatch(r'((embedding|head|vector):\d*\.?\d+(e[-+]?\d\d?)?(,|$))*',
                             self.lr_scales):
             found.append(f'lr_scales={self.lr_scales}: it is kinds of weights and factors, as '

@@ -173,7 +173,7 @@ def test_splits_of_a_dataset_of_the_hub_are_taken_as_they_are(tmp_path):
     for argv, found in (
             (['hf', tmp_path / 'hub', '--val_split=validation'], [TEXTS, ['held', 'out']]),
             (['tinystories', f'--input={tmp_path}/hub'], [TEXTS, ['held', 'out']]),
-            (['hf', f'--path={tmp_path}/hub', '--split=validation', '--val_split=test'],
+            (['hf', f'--input={tmp_path}/hub', '--split=validation', '--val_split=test'],
              [['held', 'out'], ['1', '2']])):
         assert prepared(tmp_path / 'd', *argv, '--overwrite') == found
     prepare.main(['hf', f'{tmp_path}/hub', '--val_split=test', '--max_tokens=100',

@@ -103,7 +103,7 @@ def test_evaluate_scores_all_that_a_run_validates_on(chat, tmp_path, capsys):
     write_chat(tmp_path / 'long', conversations(150), conversations(20, seed=1) + long)
     train.main([*chat, f'--dataset={tmp_path}/long', '--document_attention=True', '--eval_iters=99',
                 '--out_dir=out'])
-    loader = open_dataset(tmp_path / 'long').loader('val', True, 48, 8)
+    loader = open_dataset(tmp_path / 'long').loader('val', 48, 8)
     assert loader.with_bos.sum() > 1
     scores = evaluated('--checkpoint=latest')
     [*_, validated] = lines(tmp_path / 'out', 'val_loss')

@@ -38,7 +38,7 @@ def step(model, dataset, micro_steps=1, processes=1):
     """→ (the loss of a step, its gradients), of so many processes, which average theirs."""
     loss = 0.0
     for rank in range(processes):
-        loader = dataset.loader('train', True, T, SEQUENCES // micro_steps // processes,
+        loader = dataset.loader('train', T, SEQUENCES // micro_steps // processes,
                                 micro_steps=micro_steps, rank=rank, world_size=processes)
         batches = loader.train_batches(0)
         loss += forward_backward(model, batches, micro_steps, NO_SCALER, nullcontext())
@@ -62,7 +62,7 @@ def said(idx):
                                                  (64, torch.float32, 5e-6)])
 def test_the_gradient_is_that_of_the_answers_however_a_step_is_split(dataset, chunk, dtype, error):
     model = make_model().to(dtype)
-    idx, targets, _ = dataset.loader('train', True, T, SEQUENCES).train_batch(0, 0)
+    idx, targets, _ = dataset.loader('train', T, SEQUENCES).train_batch(0, 0)
     counts = (targets != -1).sum(1)
     assert counts.max() > 4 * counts.min()
     logp = F.log_softmax(model(idx)[0], -1)  # (B, T, V)

@@ -83,7 +83,7 @@ class CopiedMatrices:
         padded = mine.new_zeros(most, *mine.shape[1:])
         padded[:len(mine)] = mine
         found = mine.new_empty(self.size * most, *mine.shape[1:])
-        all_gather_single(as_bytes(found), as_bytes(padded), group=self.group)
+        all_gather_single(found, padded, group=self.group)
         found = torch.cat([part[:count] for part, count in
                            zip(found.split(most), counts, strict=True)])
         return found.mT if turned else found
@@ -143,7 +143,7 @@ class ShardedMatrices(CopiedMatrices):
     def exchange(self, rows, sent, received):
         """Rows for each process, one after another → those from each process."""
         found = rows.new_empty(sum(received), rows.size(1))
-        dist.all_to_all_single(as_bytes(found), as_bytes(rows), received, sent, group=self.group)
+        dist.all_to_all_single(found, rows, received, sent, group=self.group)
         return found
 
 
@@ -154,8 +154,3 @@ def transposed(rows, counts):
     blocks = [[next(pieces) for _ in line] for line in counts]
     return torch.cat([rows[:0], *(block for column in zip(*blocks, strict=True)
                                   for block in column)])
-
-
-def as_bytes(rows):
-    """Some of gloo's collectives take no bfloat16. Those used here only copy, so bytes will do."""
-    return rows.view(torch.uint8)

@@ -105,7 +105,8 @@ class Collectives(TorchDispatchMode):
             self.count[name] += 1
             if name == 'alltoall_base_':
                 _, sent, _, _, splits, *_ = args
-                self.bytes[name] += sent.size(1) * (sum(splits) - splits[rank])
+                row = sent.size(1) * sent.element_size()
+                self.bytes[name] += row * (sum(splits) - splits[rank])
             elif name == '_allgather_base_':
                 self.bytes[name] += args[1].nbytes * (dist.get_world_size() - 1)
         return func(*args, **kwargs or {})

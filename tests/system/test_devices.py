@@ -76,9 +76,11 @@ def test_memory_grows_in_place_unless_the_environment_says_otherwise(monkeypatch
 def test_a_peak_is_that_of_the_gpu_that_cuda_names_and_never_a_guess():
     for name, gpu in {
             'NVIDIA H200 NVL': 'H200 NVL', 'NVIDIA H100 80GB HBM3': 'H100',
-            'NVIDIA H100 PCIe': 'H100 PCIe', 'NVIDIA A100 80GB PCIe': 'A100',
+            'NVIDIA H100 PCIe': 'H100 PCIE', 'NVIDIA A100-SXM4-40GB': 'A100',
+            'NVIDIA A100 80GB PCIe': 'A100 PCIE', 'NVIDIA B300 SXM6 AC': 'B300',
+            'NVIDIA RTX 6000 Ada Generation': '6000 ADA', 'NVIDIA RTX A6000': 'A6000',
             'NVIDIA A10': 'A10', 'NVIDIA A10G': 'A10G', 'NVIDIA GeForce RTX 4090': '4090',
-            'NVIDIA GeForce RTX 5070 Ti': '5070 Ti', 'NVIDIA GeForce RTX 5070': '5070',
+            'NVIDIA GeForce RTX 5070 Ti': '5070 TI', 'NVIDIA GeForce RTX 5070': '5070',
             'Tesla T4': 'T4', 'Tesla V100-SXM2-16GB': 'V100'}.items():
         assert peak_flops(name, 'bfloat16') == PEAKS[gpu], name
     for name in ('NVIDIA H100 80GB HBM3 MIG 1g.10gb', 'NVIDIA H800', 'NVIDIA A100X', 'NVIDIA A40',

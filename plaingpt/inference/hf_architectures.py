@@ -19,15 +19,6 @@ OUR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
 SCALING = {'rotary_factor': 'factor', 'rotary_length': 'original_max_position_embeddings'}
 
 
-def check_fields(shape):
-    """Raise ValueError, or KeyError, where fields of GPTConfig that were read make no model."""
-    for key in SIZES:
-        if type(shape[key]) is not int or shape[key] < 1:
-            raise ValueError(f'{key}={shape[key]!r} is not a positive integer')
-    for problem in GPTConfig(**shape).problems():
-        raise ValueError(problem)
-
-
 @dataclass(frozen=True)
 class Architecture:
     """What Gpt2 and Llama have in common. Each of them has besides
@@ -76,7 +67,6 @@ class Architecture:
             value = OUR_ACTIVATIONS.get(said, said)
             if value is not None and value in (self.expressible[field] or [value]):
                 shape[field] = value
-        check_fields(shape)
         ours = {**flattened(self.write_config(GPTConfig(**shape))), 'partial_rotary_factor': 1.0,
                 'layer_types': ['full_attention'] * shape['n_layer']}
         for key, value in ours.items():
@@ -189,9 +179,7 @@ class OwnCode:
                          'AutoModelForCausalLM': 'remote_code.PlainGPT'}}
 
     def read_config(self, hf):
-        shape = {key: value for key, value in hf['gpt'].items() if key != 'dropout'}
-        check_fields(shape)
-        return shape
+        return {key: value for key, value in hf['gpt'].items() if key != 'dropout'}
 
     def write_weights(self, weights, config):
         return {f'gpt.{name}': w for name, w in weights.items()}

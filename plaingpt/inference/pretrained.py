@@ -1,13 +1,11 @@
 """Weights from elsewhere → a GPT. Nothing that is read can run code."""
 
 import re
-import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import ClassVar
 
 import torch
@@ -16,7 +14,7 @@ from safetensors.torch import load_file
 
 from model import GPT, ROW_PER_TOKEN, GPTConfig
 from plaingpt.data.foreign_tokenizer import download, read_tokenizer
-from plaingpt.inference.hf_architectures import READABLE, SIZES, check_fields, without_padding
+from plaingpt.inference.hf_architectures import READABLE, SIZES, without_padding
 from plaingpt.system.distributed import local_rows
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import is_hub_name, read_json
@@ -28,7 +26,7 @@ NO_WEIGHTS = re.compile(r'(transformer\.)?h\.\d+\.attn\.(masked_)?bias|.*\.rotar
 
 def open_pretrained(source):
     """'gpt2…' or OWNER/NAME of the hub, a folder in the Hugging Face layout (one of READABLE)
-    or a ckpt.pt of nanoGPT or build-nanogpt, or its folder → Pretrained. Raises UserError."""
+    or a ckpt.pt of nanoGPT, or its folder → Pretrained. Raises UserError."""
     path = Path(source)
     if (path / 'ckpt.pt').exists() and not (path / 'config.json').exists():
         path = path / 'ckpt.pt'
@@ -45,7 +43,10 @@ def open_pretrained(source):
         if (architecture := READABLE.get(str(hf.get('model_type')))) is None:
             raise ValueError(f'config.json says model_type={hf.get("model_type")!r}, and only '
                              f'{", ".join(READABLE)} are supported')
-        return Pretrained(source, path, architecture.write_weights, architecture.read_config(hf))
+        shape = architecture.read_config(hf)
+        for problem in GPTConfig(**shape).problems():
+            raise ValueError(problem)
+        return Pretrained(source, path, architecture.write_weights, shape)
 
 
 @dataclass
@@ -74,12 +75,8 @@ class Pretrained:
         # OpenAI's own upload leaves the prefix of the names out.
         found = {f'transformer.{name}' if f'transformer.{name}' in wanted else name: w
                  for name, w in found.items() if not NO_WEIGHTS.fullmatch(name)}
-        if config.tied_head and 'lm_head.weight' in found:
-            head = found.pop('lm_head.weight')
-            if not any(torch.equal(head, w) for name, w in found.items()
-                       if name.endswith(('wte.weight', 'embed_tokens.weight'))):
-                raise UserError(f'{self.source}: its lm_head.weight is not its embedding, though '
-                                'both are one matrix in this architecture')
+        if config.tied_head:
+            found.pop('lm_head.weight', None)  # some files have the embedding twice
         for name in sorted(wanted.keys() | found.keys()):
             there, right = (tuple(each[name].shape) if name in each else 'none'
                             for each in (found, wanted))
@@ -147,19 +144,14 @@ def download_model(name, patterns=('*.json', '*.jinja', 'model*.safetensors')):
 
 
 def read_nanogpt(path):
-    """A ckpt.pt of nanoGPT or build-nanogpt → what Pretrained has of it: (write_weights, fields of
-    GPTConfig, {name: tensor}). torch's loader runs no code."""
+    """A ckpt.pt of nanoGPT → what Pretrained has of it: (write_weights, fields of GPTConfig,
+    {name: tensor}). torch's loader runs no code."""
     try:
-        # of build-nanogpt's config only the values are read, into a SimpleNamespace
-        with torch.serialization.safe_globals([(SimpleNamespace, '__main__.GPTConfig')]), \
-                warnings.catch_warnings(action='ignore'):  # what torch refuses is an error as well
-            # mapped: the optimizer's state beside the weights is never read
-            found = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-        nanogpt = 'model_args' in found  # build-nanogpt has GPT-2's own approximation of GELU
-        args = found['model_args'] if nanogpt else vars(found['config'])
+        # mapped: the optimizer's state beside the weights is never read
+        found = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+        args = found['model_args']
         shape = {'bias': True, **{key: args[key] for key in (*SIZES, 'bias') if key in args},
-                 'mlp': 'gelu_erf' if nanogpt else 'gelu'}
-        check_fields(shape)
+                 'mlp': 'gelu_erf'}
         if shape['vocab_size'] == 50304:  # GPT-2's 50,257 and padding, which no text contains
             shape['vocab_size'] = 50257
         weights = {re.sub(r'^(_orig_mod\.|module\.)*', '', name): w

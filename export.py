@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from configurator import load_config
 from plaingpt.data.dataset import read_names
-from plaingpt.inference.gguf_export import DTYPES, build_gguf, write_gguf
+from plaingpt.inference.gguf_export import DTYPES, write_gguf
 from plaingpt.inference.hf_architectures import OWN_CODE, choose_architecture
 from plaingpt.inference.hf_export import write_hf
 from plaingpt.system.errors import UserError, run_script
@@ -81,18 +81,17 @@ def main(argv):
     if dest.exists():
         raise UserError(f'dest={dest} exists already: name one that does not')
     model, tokenizer, weights = load(config)
-    writer = None if config.format != 'gguf' else build_gguf(model, tokenizer, config.dtype)
     folder = dest.with_name(f'{dest.name}.{os.getpid()}.tmp')
     try:
         folder.mkdir(parents=True)
-        if writer is None:
+        if config.format == 'gguf':
+            write_gguf(folder / dest.name, model, tokenizer, config.dtype)
+            (folder / dest.name).rename(dest)
+        else:
             card = model_card(dest.name, model, weights.source, weights.state)
             (folder / 'README.md').write_text(printable(card), encoding='utf-8')
             write_hf(folder, model, tokenizer, getattr(torch, config.dtype))
             folder.rename(dest)
-        else:
-            write_gguf(folder / dest.name, writer)
-            (folder / dest.name).rename(dest)
     except (OSError, SafetensorError) as e:
         why = getattr(e, 'strerror', None) or e
         raise UserError(f'dest={dest}: cannot be written: {why}') from None
@@ -100,7 +99,7 @@ def main(argv):
         shutil.rmtree(folder, ignore_errors=True)
     size = sum(path.stat().st_size for path in (dest.iterdir() if dest.is_dir() else [dest]))
     print(f'{weights.source} → {dest}: {model.num_parameters():,} parameters, {size / 1e6:,.1f} MB')
-    if writer is None:
+    if config.format == 'transformers':
         name = choose_architecture(model)
         print('transformers opens it with its own code: from_pretrained(…, trust_remote_code=True)'
               if name == OWN_CODE else f'transformers opens it as {name}')

@@ -6,6 +6,8 @@ architectures and names are those of transformers (hf_architectures.py), from wh
 knows llama.cpp's names. tests/inference/test_llama_cpp.py compares logits and text.
 """
 
+from contextlib import closing
+
 import torch
 
 from plaingpt.data.chat_tokenizer import TEMPLATE
@@ -25,14 +27,12 @@ from plaingpt.inference.hf_export import (
 )
 from plaingpt.system.errors import UserError, needs
 
-DTYPES = {'float32': ('F32', 'ALL_F32'), 'float16': ('F16', 'MOSTLY_F16'),
-          'bfloat16': ('BF16', 'MOSTLY_BF16')}  # dtype → gguf's names for it in tensors and files
+DTYPES = {'float32': 'F32', 'float16': 'F16', 'bfloat16': 'BF16'}  # dtype → gguf's name for it
 
 
-def build_gguf(model, tokenizer, dtype):
-    """→ gguf.GGUFWriter with the whole content of the file; `write_gguf` writes it. dtype: of the
-    matrices, one of DTYPES. Raises UserError where llama.cpp cannot compute what `model` does, or
-    cut text into tokens as `tokenizer` does."""
+def write_gguf(path, model, tokenizer, dtype):
+    """Write the file. dtype: of the matrices, one of DTYPES. Raises OSError, and UserError where
+    llama.cpp cannot compute what `model` does, or cut text into tokens as `tokenizer` does."""
     config, name = model.config, choose_architecture(model)
     if name == OWN_CODE or config.rotary_factor != 1 or config.mlp not in ('gelu', 'swiglu'):
         raise UserError('format=gguf: llama.cpp has no model of this shape: train with '
@@ -45,9 +45,7 @@ def build_gguf(model, tokenizer, dtype):
                         "that folder to llama.cpp's convert_hf_to_gguf.py")
     with needs('gguf', 'a file for llama.cpp'):
         import gguf
-    writer = gguf.GGUFWriter(None, name)
-    writer.add_type('model')
-    writer.add_file_type(gguf.LlamaFileType[DTYPES[dtype][1]])
+    writer = gguf.GGUFWriter(path, name)
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.block_size)
     writer.add_embedding_length(config.n_embd)
@@ -73,18 +71,11 @@ def build_gguf(model, tokenizer, dtype):
         if stored.isinf().any():
             raise UserError(f'{found} is too large for float16: use --dtype=bfloat16')
         writer.add_tensor(found, stored.view(torch.uint8).numpy(),
-                          raw_dtype=gguf.GGMLQuantizationType[DTYPES[kept][0]])
-    return writer
-
-
-def write_gguf(path, writer):
-    """Write what `build_gguf` made. Raises OSError."""
-    try:
-        writer.write_header_to_file(path)
+                          raw_dtype=gguf.GGMLQuantizationType[DTYPES[kept]])
+    with closing(writer):
+        writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
-    finally:
-        writer.close()
 
 
 def to_llama_cpp(model, name):

@@ -42,57 +42,45 @@ def write_hf(folder, model, tokenizer, dtype=torch.float32):
         code = {'model.py': inspect.getfile(type(model)),
                 'remote_code.py': Path(__file__).with_name('remote_code.py')}
         files |= {name: Path(path).read_text(encoding='utf-8') for name, path in code.items()}
-    files |= foreign_files(tokenizer) if is_foreign(tokenizer) else our_files(tokenizer, model)
+    files |= tokenizer_files(tokenizer, model.config.block_size)
     for name, value in files.items():
         text = value if isinstance(value, str) else json.dumps(value, indent=1) + '\n'
         (folder / name).write_text(text, encoding='utf-8', newline='')
 
 
+def tokenizer_files(tokenizer, block_size):
+    """→ {name of a file: its content}, of all that say how text becomes tokens. Files of others go
+    out as they came; for conversations, with the template and the ends of answers as here."""
+    if isinstance(tokenizer, IdsTokenizer):  # no tokenizer.json can tell what these ids are
+        return {OUR_TOKENIZER: tokenizer.to_json()}
+    begin, end = first_and_last(tokenizer)
+    if is_foreign(tokenizer):
+        files = dict(getattr(tokenizer, 'base', tokenizer).to_json()['files'])
+        if is_chat(tokenizer) and tokenizer.is_ours():
+            files['tokenizer.json'] = made = json.loads(files['tokenizer.json'])
+            made['added_tokens'] += map(added_token, tokenizer.ids.values(), tokenizer.ids)
+            made['model']['vocab'] |= tokenizer.ids
+            files[OUR_TOKENIZER] = tokenizer.to_json()
+    else:
+        made = hf_tokenizer(tokenizer)
+        special = {token['id']: token['content'] for token in made['added_tokens']}
+        files = {'tokenizer.json': made, OUR_TOKENIZER: tokenizer.to_json(),
+                 'tokenizer_config.json': {
+                     'tokenizer_class': 'PreTrainedTokenizerFast', 'model_max_length': block_size,
+                     'bos_token': special.get(begin), 'eos_token': special.get(end),
+                     'clean_up_tokenization_spaces': False}}
+    if is_chat(tokenizer):
+        files[TEMPLATE_FILE] = tokenizer.template or TEMPLATE
+    if is_chat(tokenizer) or not is_foreign(tokenizer):  # what ends our texts ends them there too
+        generation = json.loads(files.get('generation_config.json', '{"do_sample": true}'))
+        files['generation_config.json'] = {
+            **generation, 'eos_token_id': sorted(tokenizer.ends) or None}
+    return files
+
+
 def is_foreign(tokenizer):
     """Whether it is a tokenizer of others, or one for conversations on top of it."""
     return isinstance(getattr(tokenizer, 'base', tokenizer), ForeignTokenizer)
-
-
-def our_files(tokenizer, model):
-    """→ {name of a file: its content}, of all that say how text becomes tokens. No tokenizer.json
-    can tell what someone's own ids are."""
-    if isinstance(tokenizer, IdsTokenizer):
-        return {OUR_TOKENIZER: tokenizer.to_json()}
-    begin, end = first_and_last(tokenizer)
-    # What our programs end an answer with ends it there too.
-    ends = sorted(tokenizer.ends, reverse=True) if is_chat(tokenizer) else end
-    made = hf_tokenizer(tokenizer)
-    special = {token['id']: token['content'] for token in made['added_tokens']}
-    return {
-        'generation_config.json': {
-            'bos_token_id': begin, 'eos_token_id': ends, 'do_sample': True},
-        'tokenizer.json': made,
-        'tokenizer_config.json': {
-            'tokenizer_class': 'PreTrainedTokenizerFast', 'clean_up_tokenization_spaces': False,
-            'model_max_length': model.config.block_size,
-            **({} if end is None else {'bos_token': special[begin], 'eos_token': special[end]}),
-            **({'chat_template': TEMPLATE} if is_chat(tokenizer) else {})},
-        OUR_TOKENIZER: tokenizer.to_json(),
-    }
-
-
-def foreign_files(tokenizer):
-    """→ {name of a file: its text} as they came; for conversations with the ends of our answers
-    and the template that is used here."""
-    description = getattr(tokenizer, 'base', tokenizer).to_json()
-    files = dict(description['files'])
-    if not is_chat(tokenizer):
-        return files
-    if tokenizer.is_ours():
-        made = json.loads(files['tokenizer.json'])
-        made['added_tokens'] += map(added_token, tokenizer.ids.values(), tokenizer.ids)
-        made['model']['vocab'] |= tokenizer.ids
-        files['tokenizer.json'] = json.dumps(made, ensure_ascii=False)
-        files[OUR_TOKENIZER] = json.dumps(tokenizer.to_json())
-    generation = json.loads(files.get('generation_config.json', '{"do_sample": true}'))
-    generation['eos_token_id'] = sorted(tokenizer.ends)
-    return {**files, TEMPLATE_FILE: tokenizer.template or TEMPLATE,
-            'generation_config.json': json.dumps(generation, indent=1) + '\n'}
 
 
 def first_and_last(tokenizer):
@@ -128,14 +116,10 @@ def hf_tokenizer(tokenizer):
     if is_chat(whole):
         special |= {name: tokenizer.vocab_size + i for i, name in enumerate(SPECIAL_TOKENS)}
     return {
-        'version': '1.0', 'truncation': None, 'padding': None, 'normalizer': None,
+        'version': '1.0', 'pre_tokenizer': cut, 'decoder': join,
         'added_tokens': [added_token(i, text) for text, i in special.items()],
-        'pre_tokenizer': cut, 'post_processor': None, 'decoder': join,
-        'model': {'type': 'BPE', 'dropout': None, 'unk_token': None, 'fuse_unk': False,
-                  'continuing_subword_prefix': None, 'end_of_word_suffix': None,
-                  'byte_fallback': False,
-                  'ignore_merges': kind in ('gpt2', 'bpe'),  # as tiktoken: whole words first
-                  'vocab': vocab | special, 'merges': merges},
+        'model': {'type': 'BPE', 'vocab': vocab | special, 'merges': merges,
+                  'ignore_merges': kind in ('gpt2', 'bpe')},  # as tiktoken: whole words first
     }
 
 

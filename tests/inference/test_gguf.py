@@ -16,7 +16,7 @@ from plaingpt.data import tokenizers
 from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, TEMPLATE
 from plaingpt.data.foreign_tokenizer import read_tokenizer
 from plaingpt.data.tokenizer_choice import make_tokenizer
-from plaingpt.inference.gguf_export import build_gguf, write_gguf
+from plaingpt.inference.gguf_export import write_gguf
 from plaingpt.inference.hf_export import write_hf
 from plaingpt.system.errors import UserError
 
@@ -26,7 +26,7 @@ BYTES = tokenizers.ByteTokenizer()
 
 
 def written(folder, model, tokenizer=BYTES, dtype='float32'):
-    write_gguf(folder / 'model.gguf', build_gguf(model, tokenizer, dtype))
+    write_gguf(folder / 'model.gguf', model, tokenizer, dtype)
     return folder / 'model.gguf'
 
 
@@ -118,13 +118,13 @@ def test_what_llama_cpp_does_not_have_is_named(tmp_path):
             ({}, tokenizers.CharTokenizer('abc'), '--tokenizer=byte or bpe'),
             ({}, tokenizers.IdsTokenizer(99), 'no ids'), ({}, theirs, 'convert_hf_to_gguf.py')):
         with pytest.raises(UserError, match=words):
-            build_gguf(shaken(tokenizer.vocab_size, **flags), tokenizer, 'float32')
+            written(tmp_path, shaken(tokenizer.vocab_size, **flags), tokenizer)
     model = shaken()
     with torch.no_grad():
         model.transformer.h[1].mlp.c_fc.weight[3, 4] = -1e5
     with pytest.raises(UserError, match=r'blk\.1\.ffn_up\.weight is too large'):
-        build_gguf(model, BYTES, 'float16')
-    build_gguf(model, BYTES, 'bfloat16')
+        written(tmp_path, model, BYTES, 'float16')
+    written(tmp_path, model, BYTES, 'bfloat16')
 
 
 def test_a_chat_model_has_its_template_and_the_tokens_that_it_needs(tmp_path):

@@ -6,24 +6,19 @@ from plaingpt.data.tokenizers import is_chat
 from plaingpt.inference.text_generator import print_text
 from plaingpt.system.errors import UserError
 
-BASE_MODEL = 'this model was not tuned on conversations: it goes on from what you type'
-
 
 def run_chat(generator, settings):
-    """Read messages and answer them until /quit or the end of input. A model that was tuned on
-    conversations reads messages in its form. Another one continues the text of all that was said.
+    """Read messages and answer them until /quit or the end of input.
 
     settings: a SampleConfig of sample.py
-    Raises UserError.
+    Raises UserError for a model that was not tuned on conversations.
     """
-    is_tuned = is_chat(generator.tokenizer)
-    if settings.system and not is_tuned:
-        raise UserError(f'system={settings.system}: {BASE_MODEL}, so leave it out')
+    if not is_chat(generator.tokenizer):
+        raise UserError('this model was not tuned on conversations: --start="A text" lets it go on '
+                        'from a text, and docs/chat.md says how to tune it')
     with suppress(ImportError):  # Windows' terminal edits lines itself
         import readline  # noqa: F401  (gives input() line editing and history)
     print('/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer')
-    if not is_tuned:
-        print(BASE_MODEL)
     start = [{'role': 'system', 'content': settings.system}] if settings.system else []
     messages = start
     while True:
@@ -42,21 +37,17 @@ def run_chat(generator, settings):
         elif line.strip():
             asked = [*messages, {'role': 'user', 'content': line}]
             try:
-                answer = write_answer(generator, asked, settings, is_tuned)
+                answer = write_answer(generator, asked, settings)
             except UserError as problem:  # the message is forgotten
                 print(problem)
             else:
                 messages = [*asked, {'role': 'assistant', 'content': answer}]
 
 
-def write_answer(generator, messages, settings, is_tuned):
+def write_answer(generator, messages, settings):
     """Print the answer to the last of `messages` as it comes; Ctrl-C ends it → the answer. Raises
     UserError where the model cannot read the messages."""
-    if is_tuned:
-        ids, sampling = generator.prepare_answer(messages, settings)
-    else:
-        said = ''.join(message['content'] for message in messages)
-        ids, sampling = generator.encode(said, 'your message'), settings
+    ids, sampling = generator.prepare_answer(messages, settings)
     pieces = []
 
     def show(piece):

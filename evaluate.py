@@ -166,9 +166,9 @@ def main(argv):
             results[task] = found if len(found) > 1 else found['']
         if theirs:
             model.eval()
-            lm = lm_eval_model.lm_eval_model(model, tokenizer, config.batch_size, context,
-                                             gloo_group())
-            for task, scores in lm_eval_model.run_tasks(lm, tasks, config.limit).items():
+            found = lm_eval_model.score_tasks(tasks, config.limit, model, tokenizer,
+                                              config.batch_size, context, gloo_group())
+            for task, scores in found.items():
                 results[task] = scores
                 print0(f'{task}: {lm_eval_model.quote_scores(scores)}')
     if config.output and world.is_main:

@@ -218,13 +218,13 @@ def write_tasks(folder, monkeypatch):
 
 def one_benchmark(patch, answers):
     """eval_tasks=own asks how likely these texts are after 'def', without lm_eval."""
-    def run_tasks(lm, tasks, limit):
+    def score_tasks(tasks, limit, *arguments):
+        lm = lm_eval_model.Requests(*arguments)
         found = lm._loglikelihood_tokens([
             (None, lm.tok_encode('def'), lm.tok_encode(answer)) for answer in answers])
         return {'own': {'logp': sum(logp for logp, _ in found), 'questions': len(answers)}}
     patch.setattr(lm_eval_model, 'load_tasks', lambda names: None)
-    patch.setattr(lm_eval_model, 'lm_eval_model', lm_eval_model.Requests)
-    patch.setattr(lm_eval_model, 'run_tasks', run_tasks)
+    patch.setattr(lm_eval_model, 'score_tasks', score_tasks)
 
 
 def write_chat(folder, train, val=None):

@@ -47,10 +47,12 @@ def test_each_kind_of_request_of_lm_eval_is_answered_as_by_its_model_of_transfor
     pytest.importorskip('lm_eval')
     pytest.importorskip('accelerate')
     from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
     from lm_eval.models.huggingface import HFLM
 
     model, tokenizer, *_ = load(ModelChoice(str(exported)))
-    ours = lm_eval_model.lm_eval_model(model, tokenizer, 2, torch.no_grad())
+    ours = type('Ours', (lm_eval_model.Requests, TemplateLM), {})(
+        model, tokenizer, 2, torch.no_grad())
     theirs = HFLM(pretrained=str(exported), max_length=128, dtype='float32', device='cpu')
 
     def requests(kind, *arguments):

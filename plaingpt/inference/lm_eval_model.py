@@ -27,16 +27,6 @@ from plaingpt.system.files import ROOT
 CHUNK = 1024  # positions whose logits exist at once
 
 
-def lm_eval_model(*arguments, **how):
-    """Requests as a language model of lm_eval, whose TemplateLM encodes pairs of texts with
-    tok_encode and gives them to _loglikelihood_tokens."""
-    from lm_eval.api.model import TemplateLM
-
-    class LmEvalModel(Requests, TemplateLM):
-        pass
-    return LmEvalModel(*arguments, **how)
-
-
 class Requests:
     """Answers the requests of lm_eval with a GPT and its tokenizer.
 
@@ -151,7 +141,7 @@ def score_batch(model, rows, context):
 @functools.cache  # its index of all tasks takes seconds, and training asks twice
 def load_tasks(names):
     """'hellaswag,lambada_openai', or .yaml files of tasks → these tasks of lm_eval with their data,
-    for run_tasks. Raises UserError."""
+    for score_tasks. Raises UserError."""
     # lm_eval imports Hugging Face's `evaluate`, and our command of that name stands before it.
     with mock.patch('sys.path', [path for path in sys.path if Path(path).resolve() != ROOT]), \
             needs('lm_eval', f'{names}: a task other than val, test, train and text'):
@@ -169,11 +159,16 @@ def load_tasks(names):
     return loaded
 
 
-def run_tasks(lm, tasks, limit=0):
-    """→ {task: {name of a score: value}}. tasks: of load_tasks; limit: questions of each, 0 for
-    all. Random numbers of the process stay as they are."""
+def score_tasks(tasks, limit, *arguments):
+    """→ {task: {name of a score: value}} of a model. tasks: of load_tasks; limit: questions of
+    each, 0 for all; arguments: of Requests. Random numbers of the process stay as they are."""
+    from lm_eval.api.model import TemplateLM
     from lm_eval.evaluator import evaluate
 
+    class LmEvalModel(Requests, TemplateLM):
+        """Encodes pairs of texts with tok_encode and gives them to _loglikelihood_tokens."""
+
+    lm = LmEvalModel(*arguments)
     # evaluate() prints, and its pool of processes would copy this process with its open files.
     with redirect_stdout(io.StringIO()), mock.patch.dict(os.environ, DISABLE_MULTIPROC='1'):
         found = evaluate(lm, tasks, limit=limit or None, log_samples=False, bootstrap_iters=1000)
@@ -183,13 +178,6 @@ def run_tasks(lm, tasks, limit=0):
                          if isinstance(value, (int, float)) and key != 'sample_len'}
         results[task]['questions'] = found['n-samples'].get(task, {}).get('effective', 0)
     return results
-
-
-def score_run(run, model, group):
-    """→ {task: its scores} of eval_tasks, by a train.Run whose model is `model` now."""
-    lm = lm_eval_model(model, run.dataset.tokenizer(), run.config.batch_size, run.context, group,
-                       run.stop.raise_if_stopped)
-    return run_tasks(lm, load_tasks(run.config.eval_tasks), run.config.eval_tasks_limit)
 
 
 def quote_scores(scores):

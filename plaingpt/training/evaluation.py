@@ -159,9 +159,12 @@ class Watching:
 
     def score_benchmarks(self, model):
         """→ {task of lm_eval: its scores} of the model as it is now."""
-        from plaingpt.inference.lm_eval_model import score_run
+        from plaingpt.inference.lm_eval_model import load_tasks, score_tasks
+        run, config = self.run, self.run.config
         model.eval()
-        scores = score_run(self.run, model, self.group)
+        scores = score_tasks(
+            load_tasks(config.eval_tasks), config.eval_tasks_limit, model, run.dataset.tokenizer(),
+            config.batch_size, run.context, self.group, run.stop.raise_if_stopped)
         model.train()
         return scores
 

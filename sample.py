@@ -93,7 +93,8 @@ def main(argv):
     else:
         write_samples(generator, config)
     if generator.tokens:
-        print(generator.speed(), file=sys.stderr)
+        print(f'{generator.tokens:,} tokens in {generator.seconds:.1f} s: '
+              f'{generator.tokens / generator.seconds:,.0f} tokens/s', file=sys.stderr)
 
 
 if __name__ == '__main__':

@@ -26,19 +26,20 @@ def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, generato
     """Continue each of `prompts`, lists of ids of any lengths → the new ids of each.
 
     sampling: temperature, top_k, top_p of choose_next_token
-    generators: a torch.Generator for each row, so that its text does not depend on its neighbours
+    generators: a torch.Generator for each row, so that its text does not depend on its neighbours;
+    by default torch's own
     on_token: called with (row, id) for each new token; True ends the row, without this token
     compiled: a CompiledStep of the model
     """
     config, device = model.config, model.transformer.wte.weight.device
     rows, new = [list(prompt) for prompt in prompts], [[] for _ in prompts]
     running = set(range(len(rows)))  # the rows that have not ended
+    generators = generators or [None] * len(rows)
     cache = starts = idx = seen = None
     if repetition_penalty != 1:  # (B, V): which tokens are in each row
-        seen = torch.zeros(len(rows), config.vocab_size, dtype=torch.bool)
+        seen = torch.zeros(len(rows), config.vocab_size, dtype=torch.bool, device=device)
         for i, prompt in enumerate(prompts):
             seen[i, prompt] = True
-        seen = seen.to(device)
     for remaining in range(max_new_tokens, 0, -1):
         step, before = compiled or next_tokens, starts
         starts = [context_start(len(row), config.block_size) for row in rows]
@@ -52,8 +53,8 @@ def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, generato
             step, idx = next_tokens, torch.tensor(
                 [[0] * (longest - len(context)) + context for context in contexts], device=device)
         cache.advance(idx.size(1))
-        idx = step(model, idx, cache, draw_noise(len(rows), generators), seen, repetition_penalty,
-                   **sampling)
+        noise = torch.cat([torch.rand(1, 1, dtype=torch.double, generator=g) for g in generators])
+        idx = step(model, idx, cache, noise, seen, repetition_penalty, **sampling)
         if seen is not None:
             seen.scatter_(1, idx, True)
         for i, token in enumerate(idx.flatten().tolist()):  # (B, 1) → B ids
@@ -111,22 +112,22 @@ class CompiledStep:
         return idx.clone()  # the graph overwrites its results
 
 
-def choose_next_token(logits, noise, temperature=1.0, top_k=None, top_p=None):
-    """logits (B, V), noise (B, 1) of draw_noise → one token for each row, (B, 1).
+def choose_next_token(logits, noise, temperature=1.0, top_k=0, top_p=1.0):
+    """logits (B, V), noise (B, 1) from [0, 1) → one token for each row, (B, 1).
 
     temperature: divides the logits; 0 takes the likeliest token
-    top_k: choose among this many of the likeliest (Fan et al. 2018); None or 0 for all
+    top_k: choose among this many of the likeliest (Fan et al. 2018); 0 for all
     top_p: choose among the fewest whose probabilities reach this (Holtzman et al. 2019)
     """
-    if temperature < torch.finfo(torch.float32).tiny:  # 0, or so low that float32 has it as 0
+    if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     ids = None
     count = min(top_k or logits.size(-1), logits.size(-1))
-    if count < logits.size(-1) or (top_p and top_p < 1):
+    if count < logits.size(-1) or top_p < 1:
         logits, ids = logits.topk(count)  # likeliest first
     # Subtract the largest, so that no temperature, however low, gives infinity.
     probs = F.softmax((logits - logits.amax(dim=-1, keepdim=True)) / temperature, dim=-1)
-    if top_p and top_p < 1:
+    if top_p < 1:
         reached_before = probs.cumsum(dim=-1) - probs >= top_p  # False for the first: one stays
         probs = probs.masked_fill(reached_before, 0)
     # where the cumulative probability passes the noise's share of the whole
@@ -135,13 +136,6 @@ def choose_next_token(logits, noise, temperature=1.0, top_k=None, top_p=None):
     target = noise.to(probs.device, dtype) * cumulative[:, -1:]
     chosen = torch.searchsorted(cumulative, target, right=True).clamp(max=probs.size(-1) - 1)
     return chosen if ids is None else ids.gather(1, chosen)
-
-
-def draw_noise(n_rows, generators=None):
-    """(n_rows, 1) float64 from [0, 1): each row's from its own generator, where they are given."""
-    if generators is None:
-        return torch.rand(n_rows, 1, dtype=torch.double)
-    return torch.cat([torch.rand(1, 1, dtype=torch.double, generator=g) for g in generators])
 
 
 # -----------------------------------------------------------------------------

@@ -18,13 +18,7 @@ from plaingpt.inference.hf_architectures import (
     TRANSPOSED,
     choose_architecture,
 )
-from plaingpt.inference.hf_export import (
-    END_OF_TEXT,
-    PADDING,
-    first_and_last,
-    hf_tokenizer,
-    is_foreign,
-)
+from plaingpt.inference.hf_export import END_OF_TEXT, first_and_last, hf_tokenizer
 from plaingpt.system.errors import UserError, needs
 
 DTYPES = {'float32': 'F32', 'float16': 'F16', 'bfloat16': 'BF16'}  # dtype → gguf's name for it
@@ -37,12 +31,10 @@ def write_gguf(path, model, tokenizer, dtype):
     if name == OWN_CODE or config.rotary_factor != 1 or config.mlp not in ('gelu', 'swiglu'):
         raise UserError('format=gguf: llama.cpp has no model of this shape: train with '
                         'config/qwen3_shape.py behind your recipe, or export to transformers')
-    if getattr(tokenizer, 'base', tokenizer).to_json()['kind'] in ('char', 'ids'):
-        raise UserError('format=gguf: llama.cpp takes no tokenizer of characters, and no ids: '
-                        'prepare text with --tokenizer=byte or bpe, or export to transformers')
-    if is_foreign(tokenizer):
-        raise UserError("format=gguf: with a tokenizer of others, export to transformers, and give "
-                        "that folder to llama.cpp's convert_hf_to_gguf.py")
+    if getattr(tokenizer, 'base', tokenizer).to_json()['kind'] not in ('byte', 'bpe', 'gpt2'):
+        raise UserError('format=gguf takes a tokenizer of byte, bpe or gpt2: export to '
+                        "transformers; one of others goes on from there with llama.cpp's "
+                        'convert_hf_to_gguf.py')
     with needs('gguf', 'a file for llama.cpp'):
         import gguf
     writer = gguf.GGUFWriter(path, name)
@@ -68,8 +60,6 @@ def write_gguf(path, model, tokenizer, dtype):
         found = names.get_name(theirs, try_suffixes=('.weight', '.bias'))
         kept = 'float32' if w.dim() == 1 or found.startswith('position_embd') else dtype
         stored = w.to(getattr(torch, kept)).contiguous()
-        if stored.isinf().any():
-            raise UserError(f'{found} is too large for float16: use --dtype=bfloat16')
         writer.add_tensor(found, stored.view(torch.uint8).numpy(),
                           raw_dtype=gguf.GGMLQuantizationType[DTYPES[kept]])
     with closing(writer):
@@ -110,8 +100,6 @@ def add_tokenizer(writer, tokenizer):
     writer.add_eos_token_id(end)
     writer.add_add_bos_token(False)
     writer.add_add_eos_token(False)
-    if PADDING in vocab:
-        writer.add_pad_token_id(vocab[PADDING])
     if is_chat(tokenizer):
         writer.add_eot_token_id(tokenizer.end_of_turn)
         writer.add_chat_template(TEMPLATE)

@@ -18,21 +18,18 @@ from plaingpt.data.foreign_tokenizer import (
 )
 from plaingpt.data.tokenizers import IdsTokenizer, is_chat
 from plaingpt.inference.hf_architectures import OWN_CODE, READABLE, choose_architecture
-from plaingpt.system.errors import UserError
 
 END_OF_TEXT, PADDING = '<|endoftext|>', '<|padding|>'
 
 
 def write_hf(folder, model, tokenizer, dtype=torch.float32):
     """Write weights, configuration and tokenizer into `folder`, a Path, and of a model that
-    transformers has no class for its code. Raises UserError."""
+    transformers has no class for its code."""
     name = choose_architecture(model)
     architecture = READABLE[name]
     weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
     weights = {name: w.to(dtype).contiguous()
                for name, w in architecture.write_weights(weights, model.config).items()}
-    if large := [name for name, w in weights.items() if w.isinf().any()]:
-        raise UserError(f'{large[0]} is too large for float16: use --dtype=bfloat16')
     save_file(weights, folder / 'model.safetensors', metadata={'format': 'pt'})
     begin, end = first_and_last(tokenizer)
     files = {'config.json': {
@@ -54,8 +51,10 @@ def tokenizer_files(tokenizer, block_size):
     if isinstance(tokenizer, IdsTokenizer):  # no tokenizer.json can tell what these ids are
         return {OUR_TOKENIZER: tokenizer.to_json()}
     begin, end = first_and_last(tokenizer)
-    if is_foreign(tokenizer):
-        files = dict(getattr(tokenizer, 'base', tokenizer).to_json()['files'])
+    base = getattr(tokenizer, 'base', tokenizer)
+    foreign = isinstance(base, ForeignTokenizer)
+    if foreign:
+        files = dict(base.to_json()['files'])
         if is_chat(tokenizer) and tokenizer.is_ours():
             files['tokenizer.json'] = made = json.loads(files['tokenizer.json'])
             made['added_tokens'] += map(added_token, tokenizer.ids.values(), tokenizer.ids)
@@ -71,16 +70,11 @@ def tokenizer_files(tokenizer, block_size):
                      'clean_up_tokenization_spaces': False}}
     if is_chat(tokenizer):
         files[TEMPLATE_FILE] = tokenizer.template or TEMPLATE
-    if is_chat(tokenizer) or not is_foreign(tokenizer):  # what ends our texts ends them there too
+    if is_chat(tokenizer) or not foreign:  # what ends our texts ends them there too
         generation = json.loads(files.get('generation_config.json', '{"do_sample": true}'))
         files['generation_config.json'] = {
             **generation, 'eos_token_id': sorted(tokenizer.ends) or None}
     return files
-
-
-def is_foreign(tokenizer):
-    """Whether it is a tokenizer of others, or one for conversations on top of it."""
-    return isinstance(getattr(tokenizer, 'base', tokenizer), ForeignTokenizer)
 
 
 def first_and_last(tokenizer):

@@ -177,7 +177,3 @@ class TextGenerator:
             self.seconds += time.perf_counter() - began
             texts = [decoder.finish() for decoder in decoders]
         return texts
-
-    def speed(self):
-        return f'{self.tokens:,} tokens in {self.seconds:.1f} s: ' \
-               f'{self.tokens / max(self.seconds, 1e-9):,.0f} tokens/s'

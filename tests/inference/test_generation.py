@@ -10,7 +10,6 @@ from plaingpt.inference.generation import (
     KVCache,
     check_cache,
     choose_next_token,
-    draw_noise,
     generate,
 )
 from plaingpt.inference.weight_layout import prepare_for_generation
@@ -64,7 +63,7 @@ def uncached(model, prompt, n, temperature, generator, penalty=1.0):
         if penalty != 1:
             for i in set(text):
                 logits[0, i] *= 1 / penalty if logits[0, i] > 0 else penalty
-        noise = draw_noise(1, [generator])
+        noise = torch.rand(1, 1, dtype=torch.double, generator=generator)
         token = choose_next_token(logits, noise, temperature, top_k=20).item()
         new.append(token)
         text.append(token)
@@ -254,7 +253,6 @@ def possible(logits, **options):
 
 @pytest.mark.parametrize(('options', 'expected'), [
     (dict(temperature=0), {1}), (dict(temperature=1e-3), {1}),
-    (dict(temperature=1e-320), {1}),  # 0 as a float32
     (dict(top_k=2), {1, 3}), (dict(top_k=100), {0, 1, 2, 3}), (dict(top_k=0), {0, 1, 2, 3}),
     (dict(top_p=0.01), {1}), (dict(top_p=0.6), {1, 3}), (dict(top_p=0.8), {1, 2, 3}),
     (dict(top_k=3, top_p=0.9), {1, 2, 3}), (dict(top_k=2, top_p=0.99), {1, 3})])
@@ -267,6 +265,7 @@ def test_samples_follow_the_probabilities():
     torch.manual_seed(0)
     wanted = torch.tensor([0.1, 0.2, 0.7])
     for options in ({}, {'top_k': 3}):
-        chosen = choose_next_token(wanted.log().expand(20000, 3), draw_noise(20000), **options)
+        noise = torch.rand(20000, 1, dtype=torch.double)
+        chosen = choose_next_token(wanted.log().expand(20000, 3), noise, **options)
         shares = torch.bincount(chosen.flatten(), minlength=3) / 20000
         assert torch.allclose(shares, wanted, atol=0.02), options

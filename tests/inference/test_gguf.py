@@ -115,16 +115,11 @@ def test_what_llama_cpp_does_not_have_is_named(tmp_path):
     theirs = tokenizers.from_json(read_tokenizer(tmp_path, 300))
     for flags, tokenizer, words in (
             (dict(mlp='gelu_erf'), BYTES, 'qwen3_shape'), (dict(LLAMA, conv=3), BYTES, 'qwen3_sh'),
-            ({}, tokenizers.CharTokenizer('abc'), '--tokenizer=byte or bpe'),
-            ({}, tokenizers.IdsTokenizer(99), 'no ids'), ({}, theirs, 'convert_hf_to_gguf.py')):
+            ({}, tokenizers.CharTokenizer('abc'), 'byte, bpe or gpt2'),
+            ({}, tokenizers.IdsTokenizer(99), 'byte, bpe or gpt2'),
+            ({}, theirs, 'convert_hf_to_gguf.py')):
         with pytest.raises(UserError, match=words):
             written(tmp_path, shaken(tokenizer.vocab_size, **flags), tokenizer)
-    model = shaken()
-    with torch.no_grad():
-        model.transformer.h[1].mlp.c_fc.weight[3, 4] = -1e5
-    with pytest.raises(UserError, match=r'blk\.1\.ffn_up\.weight is too large'):
-        written(tmp_path, model, BYTES, 'float16')
-    written(tmp_path, model, BYTES, 'bfloat16')
 
 
 def test_a_chat_model_has_its_template_and_the_tokens_that_it_needs(tmp_path):

@@ -2,11 +2,11 @@
 
     python export.py out --dest=my-gpt
     python export.py out --format=gguf --dest=my-gpt.gguf
-    python export.py --init_from=nanoGPT/out/ckpt.pt --tokenizer=data/shakespeare_char --dest=old
+    python export.py --init_from=nanoGPT/out/ckpt.pt --tokenizer=data/shakespeare_char --dest=my-old
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    model, tokenizer = (Auto.from_pretrained('my-gpt')
-                        for Auto in (AutoModelForCausalLM, AutoTokenizer))
+    tokenizer = AutoTokenizer.from_pretrained('my-gpt')
+    model = AutoModelForCausalLM.from_pretrained('my-gpt')
 """
 
 import os

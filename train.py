@@ -463,8 +463,8 @@ def finish(run, ending):
     if progress.iter_num:
         print0(f'done: {out_dir}/checkpoints has the weights; python sample.py {command}')
     if progress.evals_since_best:
-        print0(f'python sample.py {command} --checkpoint=best takes those from before the '
-               f'validation loss rose from {progress.best_val_loss:.4f}')
+        print0('sample.py takes the best weights, of validation loss '
+               f'{progress.best_val_loss:.4f}; --checkpoint=latest takes the last')
 
 
 def main(argv):

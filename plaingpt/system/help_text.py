@@ -12,8 +12,8 @@ def help_text(cls, choices, doc='', positional='', several=False):
     choices: {name: the types and values that a field accepts}; the rest as in load_config"""
     lines = [inspect.cleandoc(doc or ''), '']
     if positional:
-        others = 'several names are a list.' if several else 'FILE.py is a config file.'
-        lines += [f'NAME alone is --{positional}=NAME; {others}', '']
+        others = 'Several are a list.' if several else 'One that ends in .py is a config file.'
+        lines += [f'A name without dashes is that of --{positional}. {others}', '']
     lines += ['Options, with their defaults:']
     shown = {name: f'--{name}={getattr(cls, name)}'.replace('\n', '\\n') for name in choices}
     width = max(map(len, shown.values())) + 2

@@ -195,9 +195,11 @@ def find(out_dir, which='latest', kinds=()):
             raise UserError(f'--checkpoint={which}: {out_dir} has latest, best and {there}')
     found = next(intact(paths, kinds, problems.append), None)
     if found is None:
-        raise UserError('\n'.join([
-            *problems, f'{out_dir}: no checkpoint there can be used; take another --checkpoint, or '
-            'train anew with --init_from=scratch, which keeps them in a folder beside']))
+        whole = next(intact(checkpoint_paths(out_dir), kinds), None)
+        advice = f'the newest that is whole is --checkpoint={iteration_of(whole.path)}' if whole \
+            else f'{out_dir}: no checkpoint there can be used; train anew with ' \
+                 '--init_from=scratch, which keeps them in a folder beside'
+        raise UserError('\n'.join([*problems, advice]))
     if launched_world().is_main:
         for problem in problems:
             warn(f'skipped a checkpoint: {problem}')

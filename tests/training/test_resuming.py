@@ -56,6 +56,8 @@ def test_auto_starts_nothing_anew_where_no_checkpoint_can_be_used(
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(tiny, out, capsys):
     whole = weights(out)
     flip_a_bit(out / 'checkpoints/iter-00000006')
+    with pytest.raises(UserError, match='the newest that is whole is --checkpoint=3'):
+        train.main([*tiny, '--init_from=resume', '--checkpoint=6'])
     train.main([*tiny, '--init_from=auto'])
     warned = capsys.readouterr().err
     assert f'skipped a checkpoint: {out}/checkpoints/iter-00000006' in warned

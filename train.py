@@ -337,6 +337,7 @@ def save_is_due(run):
     if progress.evaluated and (
             config.always_save_checkpoint or progress.evals_since_best == 0):
         return True
+    # 'auto' saves with the evaluations alone
     return config.checkpoint_interval != 'auto' \
         and progress.iter_num % config.checkpoint_interval == 0
 
@@ -397,6 +398,7 @@ def evaluate(run):
     """Measure and log the losses of both splits, benchmarks and a sample, and note whether the loss
     is the best. A signal raises Stopped before anything is logged: the resumed run does it all."""
     progress = run.progress
+    # averaged: with average_decay the weights are those of the average in here
     with run.metrics.paused('evaluating'), averaged(run.optimizer):
         losses = [mean_loss(run.wrapped, loader, progress.eval_sequences, run.context, run.stop)
                   for loader in (run.train_data, *run.val_data.parts)]

@@ -2,7 +2,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model import GPT, GPTConfig, chunk_size, chunked_cross_entropy
+import model
+from model import (
+    GPT,
+    GPTConfig,
+    chunk_size,
+    chunked_cross_entropy,
+    fused_cross_entropy,
+    summed_cross_entropy,
+)
 
 V, PADDED = 250, 256  # little padding: it is computed along
 
@@ -40,6 +48,24 @@ def test_padding_that_is_computed_along_counts_for_nothing(compiled):
         torch.testing.assert_close(call(text[1], text[0], text[2]), expected[0])
 
 
+def test_what_is_compiled_computes_the_same():
+    logits, targets = torch.randn(40, PADDED), torch.randint(V, (40,))
+    targets[3:6] = -1
+    for training in (True, False):
+        found = fused_cross_entropy(logits.clone(), V, targets[:, None], training)
+        expected = summed_cross_entropy(logits.clone(), V, targets, training)
+        torch.testing.assert_close(found, expected)
+
+
+def test_no_more_rows_of_logits_than_asked_are_there_at_once(monkeypatch):
+    rows = []
+    monkeypatch.setattr(model, 'summed_cross_entropy', lambda logits, *rest: (
+        rows.append(len(logits)), summed_cross_entropy(logits, *rest))[1])
+    head, x, targets = head_and_text()
+    chunked_cross_entropy(x, head.weight, V, targets, 16)
+    assert rows == [16, 16, 8]
+
+
 @pytest.mark.parametrize('device, tokens, vocab_size, chunk', [
     ('cuda', 1, 2048, 2048), ('cuda', 8191, 2048, 2048), ('cuda', 12288, 2048, 4096),
     ('cuda', 65536, 2048, 8192), ('cpu', 65536, 50257, 8192),
@@ -50,9 +76,9 @@ def test_automatic_chunks_are_large_where_the_batch_is(device, tokens, vocab_siz
 
 
 def test_a_batch_without_any_target_has_a_loss_and_gradients_of_zero():
-    model = GPT(GPTConfig(block_size=8, vocab_size=V, n_layer=1, n_head=2, n_embd=16))
+    gpt = GPT(GPTConfig(block_size=8, vocab_size=V, n_layer=1, n_head=2, n_embd=16))
     for chunk in (0, 8):
-        model.loss_chunk_tokens = chunk
-        loss = model(torch.randint(V, (2, 8)), torch.full((2, 8), -1))[1]
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        gpt.loss_chunk_tokens = chunk
+        loss = gpt(torch.randint(V, (2, 8)), torch.full((2, 8), -1))[1]
+        gradients = torch.autograd.grad(loss, list(gpt.parameters()))
         assert loss == 0 and not any(gradient.any() for gradient in gradients)

@@ -32,6 +32,7 @@ def test_the_four_sizes_of_gpt2_have_the_published_parameters():
         with torch.device('meta'):
             model = GPT(GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd))
         assert model.num_parameters() == parameters
+    assert GPTConfig(n_embd=768, mlp='swiglu').mlp_width == 2048  # two thirds of 4 · 768
 
 
 def test_a_token_sees_only_those_before_it(model):

@@ -188,6 +188,7 @@ def test_a_token_costs_one_position_of_work(model, monkeypatch):
 def test_generate_of_the_model_appends_what_a_cache_gives_as_long_as_all_is_in_view(model):
     idx, seen = torch.tensor(prompts_of(5, 5)), model.config.block_size - 5
     out = model.generate(idx, 30, temperature=0)
+    assert torch.equal(model.generate(idx, 30, temperature=1e-6), out)
     assert out.shape == (2, 35) and torch.equal(out[:, :5], idx)
     assert out[:, 5:5 + seen].tolist() == generate(model, idx.tolist(), seen, temperature=0)
 

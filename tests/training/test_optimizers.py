@@ -146,8 +146,9 @@ def test_a_matrix_moves_as_with_torchs_muon(monkeypatch):
     # Both in float32: in bfloat16 the order of sums, another on each CPU, is 6% of a move.
     monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda: False)
     monkeypatch.setattr(torch.Tensor, 'bfloat16', torch.Tensor.float)
-    model, optimizer = made(shape=replace(SHAPE, n_kv_head=1))
-    matrices = [(p, (32, 16, 16) if 'c_attn' in name else len(p))  # queries, keys, values: apart
+    model, optimizer = made(shape=replace(SHAPE, n_kv_head=1, mlp='swiglu'))
+    apart = {'c_attn': (32, 16, 16), 'c_fc': (96, 96)}  # rows of what is one weight
+    matrices = [(p, apart.get(name.split('.')[-2], len(p)))
                 for name, p in model.named_parameters() if '.h.' in name and p.dim() == 2]
     theirs = [torch.nn.Parameter(part.clone()) for p, n in matrices for part in p.detach().split(n)]
     muon = torch.optim.Muon(theirs, lr=1e-2, weight_decay=0.1, momentum=0.95,

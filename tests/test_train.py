@@ -12,6 +12,7 @@ from helpers import (
 )
 
 import train
+from plaingpt.monitoring.run_record import read_run
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import evaluation
 from plaingpt.training.optimizers import build_optimizer
@@ -25,8 +26,11 @@ def tiny(tiny):
     return [*tiny, '--check=False']
 
 
-def test_exactly_max_iters_updates_are_made_and_the_last_weights_evaluated(tiny, tmp_path):
+def test_exactly_max_iters_updates_are_made_and_the_last_weights_evaluated(
+        tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, 'find_reference', lambda *_: 'mine')
     train.main([*tiny, '--max_iters=5', '--eval_interval=2'])
+    assert read_run(tmp_path / 'out')['reference'] == 'mine'
     assert [line['iter'] for line in lines(tmp_path / 'out', 'loss')] == [1, 2, 3, 4, 5]
     assert [line['iter'] for line in lines(tmp_path / 'out', 'val_loss')] == [0, 2, 4, 5]
     found = checkpoints.find(tmp_path / 'out')

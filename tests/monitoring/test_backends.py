@@ -36,7 +36,8 @@ def test_a_service_gets_every_number_of_a_run_and_of_a_resumed_one(
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(
         init=lambda project=None, **rest: service.init(project=project, **rest),
         log=service.log, finish=service.finish))
-    argv = [*tiny, f'--log_to={name}', '--wandb_project=mine', '--wandb_run_name=first']
+    chosen = '--wandb_log' if name == 'wandb' else f'--log_to={name}'  # nanoGPT's word, and ours
+    argv = [*tiny, chosen, '--wandb_project=mine', '--wandb_run_name=first']
     train.main([*argv, '--max_iters=3'])
     assert service.started[0]['project'] == 'mine' and service.started[0]['name'] == 'first'
     assert service.started[0]['config']['n_embd'] == 32 and service.ended

@@ -22,12 +22,6 @@ def dataset(tmp_path_factory):
     return open_dataset(write_chat(tmp_path_factory.mktemp('data') / 'chat', asked))
 
 
-def make_model(**changes):
-    torch.manual_seed(0)
-    return GPT(GPTConfig(**{'block_size': T, 'vocab_size': CHAT.vocab_size, 'n_layer': 1,
-                            'n_head': 2, 'n_embd': 32, **changes}))
-
-
 def gradients(model):
     found = [p.grad.clone() for p in model.parameters()]
     model.zero_grad(set_to_none=True)
@@ -61,7 +55,9 @@ def said(idx):
 @pytest.mark.parametrize('chunk, dtype, error', [(0, torch.float64, 1e-12),
                                                  (64, torch.float32, 5e-6)])
 def test_the_gradient_is_that_of_the_answers_however_a_step_is_split(dataset, chunk, dtype, error):
-    model = make_model().to(dtype)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=T, vocab_size=CHAT.vocab_size, n_layer=1, n_head=2,
+                          n_embd=32)).to(dtype)
     idx, targets, _ = dataset.loader('train', T, SEQUENCES).train_batch(0, 0)
     counts = (targets != -1).sum(1)
     assert counts.max() > 4 * counts.min()
@@ -75,15 +71,3 @@ def test_the_gradient_is_that_of_the_answers_however_a_step_is_split(dataset, ch
         assert loss.item() == pytest.approx(expected.item(), rel=error)
         for one, other in zip(found, wanted, strict=True):
             assert (one - other).norm() <= error * other.norm()
-
-
-def test_another_last_word_of_a_user_changes_no_gradient_and_another_answer_does(tmp_path):
-    model = make_model(document_attention=True, document_start=CHAT.conversation)
-    found = {}
-    for name, question, answer in (('a', 'why', 'yes'), ('b', 'who', 'yes'), ('c', 'why', 'yet')):
-        folder = write_chat(tmp_path / name, 16 * [ask('ok?', answer, question)])
-        found[name] = step(model, open_dataset(folder))
-    assert (tmp_path / 'a/train.bin').read_bytes() != (tmp_path / 'b/train.bin').read_bytes()
-    assert found['a'][0] == found['b'][0] != found['c'][0]
-    assert all(map(torch.equal, found['a'][1], found['b'][1]))
-    assert not any(map(torch.equal, found['a'][1], found['c'][1]))

@@ -1,14 +1,13 @@
 """What one version wrote the next reads: tests/data holds a tiny run of each format that landed."""
 
 import shutil
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from helpers import lines, options
 
 import train
-from model import GPTConfig
 from plaingpt.data.dataset import open_named
 from plaingpt.monitoring.run_record import read_run
 from plaingpt.system.errors import UserError
@@ -48,16 +47,6 @@ def test_a_run_of_an_earlier_version_goes_on_and_its_loss_is_measured_again(old,
     assert [line['iter'] for line in lines(old / 'run', 'loss')] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     found = checkpoints.find('run')
     assert found.iter_num == 9 and found.state['sequences'] == 9 * 8
-
-
-def test_a_flag_that_came_later_has_its_default_in_an_old_checkpoint(old, monkeypatch):
-    @dataclass
-    class Later(GPTConfig):
-        brand_new: bool = False
-
-    monkeypatch.setattr(checkpoints, 'GPTConfig', Later)
-    model = checkpoints.find('run').load_model()
-    assert model.config.brand_new is False and model.config.n_embd == 8
 
 
 def test_a_state_without_what_came_later_has_its_default(old):

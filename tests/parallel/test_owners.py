@@ -137,14 +137,6 @@ def compare_fsdp(patch, cases):
                 torch.testing.assert_close(ours, alone, rtol=1e-6, atol=1e-6)
 
 
-def compare_sgd(patch):
-    trained = Trained(NARROW, sharded, 'sgd')
-    for _ in range(2):
-        trained.step()
-    for _, ours, alone in trained.beside_the_copy():
-        torch.testing.assert_close(ours, alone, rtol=1e-6, atol=1e-6)
-
-
 def count_bytes(patch):
     patch.setattr(optimizers, 'cpu_has_bfloat16', lambda: True)
     shape = replace(WIDE, n_layer=3, n_embd=16, mlp='gelu')  # each owner has equally many
@@ -160,7 +152,6 @@ def count_bytes(patch):
 def compare_all(patch, cases):
     compare_ddp(patch, cases)
     compare_fsdp(patch, cases)
-    compare_sgd(patch)
     if dist.get_world_size() == 3:
         count_bytes(patch)
 

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -218,24 +217,6 @@ def test_a_resumed_run_has_the_same_bits_and_makes_a_group_more_to_save_in_the_b
     printed = run('cut', *argv, '--init_from=auto', processes=2, before=[count_groups])
     assert 'resumed from' in printed and '0 more groups' in printed
     assert_tensors_equal(tmp_path / 'cut', tmp_path / 'whole')
-
-
-def stop_rank_1_after_5_steps(patch):
-    original, steps = train.forward_backward, []
-
-    def stopping(*arguments):
-        steps.append(1)
-        if len(steps) == 5 and os.environ['RANK'] == '1':
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(*arguments)
-    in_the_loop(patch, forward_backward=stopping)
-
-
-def test_a_signal_to_one_process_stops_and_saves_all(run, tmp_path):
-    printed = run('run', '--parallel=fsdp', '--max_iters=100000', processes=2,
-                  before=[stop_rank_1_after_5_steps])
-    last = checkpoints.find(tmp_path / 'run').iter_num
-    assert f'SIGTERM: stopped after iteration {last}' in printed and 5 <= last < 1000
 
 
 def test_sharding_takes_a_job(tiny, capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """What a plan says a step takes is what torch's memory tracker counts of the whole step."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -57,15 +58,27 @@ def assert_predicted(shape, config, *where):
 @pytest.mark.parametrize(('shape', 'device', 'dtype', 'config'), [
     ({'dropout': 0.2}, 'cuda', 'float32', {'batch_size': 16, 'micro_steps': 4}),
     ({'vocab_size': 5000, 'tied_head': False, **NEWER}, 'cpu', 'bfloat16',
-     {'optimizer': 'muon', 'activation_checkpointing': 'selective'}),
-    pytest.param({'n_layer': 6, 'value_embeddings': True, 'tied_head': False}, 'cuda', 'bfloat16',
-                 {'batch_size': 16, 'activation_checkpointing': 'full'}, marks=pytest.mark.slow),
-    pytest.param({'n_layer': 12, 'n_embd': 768, 'n_head': 12, 'block_size': 1024,
-                  'vocab_size': 50257, 'dropout': 0.2}, 'cpu', 'float16',
-                 {'batch_size': 16, 'optimizer': 'sgd'}, marks=pytest.mark.slow)])
+     {'optimizer': 'muon', 'activation_checkpointing': 'selective'})])
 def test_a_step_is_predicted(shape, device, dtype, config):
     shape = replace(CHARACTERS, **shape)
     assert_predicted(shape, settings(shape, **config), dtype, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('shape', [
+    {}, {'block_size': 512}, NEWER, {'value_embeddings': True, 'tied_head': False},
+    {'n_layer': 12, 'n_embd': 768, 'n_head': 12, 'block_size': 1024, 'vocab_size': 50257}], ids=str)
+def test_a_step_of_any_shape_is_predicted(shape):
+    for device, dropout, dtype, step in (
+            ('cpu', 0.0, 'float32', {'batch_size': 64}),
+            ('cpu', 0.0, 'bfloat16', {'batch_size': 1}),
+            ('cpu', 0.2, 'float16', {'optimizer': 'sgd'}),
+            ('cuda', 0.2, 'bfloat16', {'micro_steps': 4}),
+            ('cpu', 0.0, 'bfloat16', {'optimizer': 'muon',
+                                      'activation_checkpointing': 'selective'}),
+            ('cuda', 0.0, 'bfloat16', {'activation_checkpointing': 'full'})):
+        of = replace(CHARACTERS, **{'n_layer': 6, 'dropout': dropout, **shape})
+        assert_predicted(of, settings(of, **{'batch_size': 16, **step}), dtype, device)
 
 
 class WithMemory(GPT):
@@ -145,6 +158,18 @@ def test_a_sharded_step_is_planned_close_to_what_fsdp2_takes(
     peak = max(sum(held.values()) for held in counted.values())
     # On a GPU collectives overlap with the work, so a block more is there; a CPU waits for them.
     assert 0.98 * peak <= plan.peak < 1.12 * peak
+
+
+def test_what_is_kept_divides_by_the_processes_and_more_of_them_never_take_more():
+    processes = 1, 2, 3, 8
+    plans = [predict(SMALL, settings(SMALL, 8, 4, n, parallel='fsdp', report=True), 'bfloat16',
+                     'cuda') for n in processes]
+    for n, plan in zip(processes, plans, strict=True):
+        for owner, size in plan.phases['between steps'].items():
+            assert size == plans[0].phases['between steps'][owner] // n, n
+    for fewer, more in pairwise(plans):
+        assert all(more.totals[phase] <= fewer.totals[phase] for phase in fewer.totals)
+        assert more.total < fewer.total
 
 
 def test_the_model_is_sharded_only_where_copies_of_it_do_not_fit():

@@ -7,7 +7,7 @@ import shutil
 import sys
 
 import pytest
-from helpers import exit_code, fails, lines, same, weights
+from helpers import exit_code, fails, fork, lines, same, weights
 
 import prepare
 import train
@@ -213,19 +213,38 @@ def test_a_run_that_is_refused_leaves_the_earlier_one_as_it_was(tiny, earlier):
 
 
 # -----------------------------------------------------------------------------
-# killed while it makes room for a new run
+# killed while it writes
 
 
-def die_before_change(n):
-    """End this process before its n-th change of a path."""
+def die_before_change(n, within=''):
+    """End this process before its n-th change of a path that has `within` in it."""
     count = itertools.count(1)
 
     def hook(event, arguments):
         changes = event in ('os.rename', 'os.remove', 'os.rmdir', 'os.mkdir', 'os.link') or (
             event == 'open' and type(arguments[2]) is int and arguments[2] & os.O_CREAT)
-        if changes and next(count) == n:
+        if changes and within in str(arguments[0]) and next(count) == n:
             os._exit(9)
     sys.addaudithook(hook)
+
+
+def test_a_run_killed_while_it_saves_goes_on_to_the_same_bits(tiny, tmp_path):
+    tiny = [*tiny, '--dropout=0.2', '--max_iters=4', '--eval_interval=2',
+            '--init_from=auto']
+    whole, out = tmp_path / 'whole', tmp_path / 'out'
+    train.main([*tiny, f'--out_dir={whole}'])
+    for n in itertools.count(2, 7):
+        code = exit_code(fork(train.main, *tiny, log=tmp_path / 'log',
+                              before=lambda n=n: die_before_change(n, '/checkpoints/')))
+        if code == 0:
+            break
+        assert code == 9, (n, (tmp_path / 'log').read_text())
+        train.main(tiny)
+        assert same(weights(out), weights(whole)), n
+        assert [(row['iter'], row['loss']) for row in lines(out, 'loss')] \
+            == [(row['iter'], row['loss']) for row in lines(whole, 'loss')], n
+        shutil.rmtree(out)
+    assert n > 10
 
 
 def test_killed_between_any_two_changes_no_file_of_the_earlier_run_is_lost(earlier, tmp_path):

@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +20,7 @@ from helpers import (
     in_the_loop,
     launch,
     lines,
+    one_benchmark,
     run,
     same,
     weights,
@@ -84,11 +87,52 @@ def test_a_signal_ends_an_evaluation_and_the_run_is_saved(tiny, trained, tmp_pat
     assert lines(tmp_path / 'out', 'val_loss')[-1]['iter'] == 6
 
 
+class StopAt:
+    """Stops a run when it asks for the n-th time whether it is to stop."""
+
+    def __init__(self, monkeypatch):
+        original = StopRequest.agreed_signal
+
+        def agreed_signal(stop):
+            self.asked += 1
+            if self.asked == self.at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return original(stop)
+        monkeypatch.setattr(StopRequest, 'agreed_signal', agreed_signal)
+
+    def main(self, n, *argv):
+        self.asked, self.at = 0, n
+        train.main(argv)
+        return self.asked
+
+
 def test_a_run_stopped_before_its_first_iteration_promises_no_resume(tiny, monkeypatch, capsys):
-    monkeypatch.setattr(StopRequest, 'agreed_signal', lambda _: 'SIGTERM')
-    train.main(tiny)
+    StopAt(monkeypatch).main(1, *tiny)
     out = capsys.readouterr().out
     assert 'nothing to continue' in out and '--init_from=resume' not in out
+
+
+def test_a_run_stopped_anywhere_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch):
+    one_benchmark(monkeypatch, [' main'] * 5)
+    monkeypatch.setattr(train, 'write_report', lambda *_: None)  # its plots take a second
+    tiny = [*tiny, '--dropout=0.2', '--report=True', '--max_iters=4', '--eval_tasks=own',
+            '--eval_interval=2']
+    stop_at, whole = StopAt(monkeypatch), tmp_path / 'whole'
+    asked = stop_at.main(0, *tiny, f'--out_dir={whole}')
+
+    def numbers(out_dir):
+        return [{key: value for key, value in row.items()
+                 if key not in ('elapsed_s', 'tokens_per_s', 'peak_memory_bytes')}
+                for row in lines(out_dir, 'iter')]
+    for n in range(9, asked, 16):  # those before are at iteration 0
+        out_dir = tmp_path / f'cut{n}'
+        stop_at.main(n, *tiny, f'--out_dir={out_dir}')
+        stop_at.main(0, *tiny, f'--out_dir={out_dir}', '--init_from=resume')
+        assert same(weights(whole), weights(out_dir)), n
+        assert numbers(whole) == numbers(out_dir), n
+        for key in ('val_loss', 'evaluated', 'best_val_loss', 'evals_since_best'):
+            states = [checkpoints.find(path).state[key] for path in (whole, out_dir)]
+            assert states[0] == states[1], (n, key)
 
 
 @pytest.mark.slow
@@ -101,6 +145,26 @@ def test_what_comes_at_random_loses_nothing(asked):
     for group, rounds in re.findall(r'--(\w+)=(\d+)', asked.partition(' --seed')[0]):
         assert f'{group}: {rounds} rounds' in out
     assert ('files' not in asked) or ' refused' in out
+
+
+# -----------------------------------------------------------------------------
+# processes
+
+
+@pytest.mark.slow
+def test_a_killed_worker_brings_the_whole_job_back(tiny, tmp_path):
+    command = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
+               '--max-restarts=3', ROOT / 'train.py', *tiny, '--init_from=auto', '--max_iters=60',
+               '--lr_decay_iters=60', '--eval_interval=30', '--checkpoint_interval=5']
+    process = subprocess.Popen([sys.executable, *command], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert any('iter 20' in line for line in process.stdout)
+    workers = subprocess.run(['pgrep', '-P', str(process.pid)], capture_output=True, text=True)
+    os.kill(int(workers.stdout.split()[-1]), signal.SIGKILL)
+    out = process.stdout.read()
+    assert process.wait() == 0 and 'resumed from' in out, out
+    assert checkpoints.find(tmp_path / 'out').iter_num == 60
+    assert [line['iter'] for line in lines(tmp_path / 'out', 'loss')] == list(range(1, 61))
 
 
 # -----------------------------------------------------------------------------

@@ -20,7 +20,8 @@ import train
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import evaluation, optimizers, start, stopwatch
 
-STEP = options(batch_size=2, gradient_accumulation_steps=6, eval_iters=6, check=False)
+STEP = options(batch_size=2, gradient_accumulation_steps=6, eval_iters=6, check=False,
+               report=True, eval_tasks='own')
 NEWER = options(optimizer='normuon', rotary=True, rmsnorm=True, qk_norm=True, mlp='relu2',
                 tied_head=False, zero_init=True, lr_schedule='wsd', conv=4, value_embeddings=True,
                 document_attention=True, average_decay=0.5)
@@ -41,6 +42,8 @@ WAYS = {  # processes, settings
 
 @pytest.fixture(autouse=True)
 def here(data, monkeypatch):
+    one_benchmark(monkeypatch, [' main'])  # a question: fewer than processes
+    monkeypatch.setattr(train, 'write_report', lambda *_: None)  # its plots take a second
     monkeypatch.setattr(start, 'document_start', lambda *_: 0)  # lines are documents
     monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda: False)  # Muon rounds nothing
 
@@ -54,7 +57,8 @@ def whole(corpora, recipe):
     return out_dir
 
 
-FAST = {('newer', 'two processes'), ('chat', 'one micro-batch'), ('mixture', 'three processes')}
+FAST = {('newer', 'two processes'), ('newer', 'shares of the model'), ('chat', 'one micro-batch'),
+        ('mixture', 'three processes')}
 
 
 @pytest.mark.parametrize(('recipe', 'way'), [
@@ -65,7 +69,8 @@ def test_a_run_is_the_same_however_its_steps_are_shared_out(recipe, way, whole, 
     launch(train.main, processes, tmp_path, *TINY, *STEP, *RECIPES[recipe], *settings,
                     f'--out_dir={tmp_path}/out')
     assert not any('iter ' in log.read_text() for log in tmp_path.glob('log[12]'))  # rank 0 tells
-    for key in ('loss', 'grad_norm', 'train_loss', 'val_loss'):
+    for key in ('loss', 'grad_norm', 'health/update_ratio/h.0', 'train_loss', 'val_loss',
+                'own_logp', 'sample'):
         one, other = ([line[key] for line in lines(out, key)] for out in (whole, tmp_path / 'out'))
         assert other == pytest.approx(one, abs=1e-5), key
     for one, other in zip(weights(whole), weights(tmp_path / 'out'), strict=True):

@@ -2,12 +2,9 @@ import dataclasses
 import re
 
 import pytest
-from helpers import ROOT, fails
+from helpers import ROOT
 
-import evaluate
-import export
 import sample
-import serve
 import train
 from bench import BenchConfig
 from configurator import load_config
@@ -46,60 +43,6 @@ def test_the_end_of_the_learning_rate_follows_what_it_depends_on(tmp_path):
         for file in (plain, computed):
             config = load(file, *options)
             assert config.min_lr == pytest.approx(min_lr) and config.lr_decay_iters == end
-
-
-# A command line (LINE.py has what is after it) → words of the line that answers it, in this order.
-MISTAKES = """
-config/shakespear_char.py           → config file config/shakespear_char.py: No such file
-max_iters=10                        → 'max_iters=10' write options as --key=value
-notes.txt                           → 'notes.txt' is no config file, whose names end with .py
---max_iters 10                      → --max_iters=10
--batch_size=3                       → -batch_size=3 write options as --key=value
---learning_rte=1e-3                 → on the command line: did you mean learning_rate?
---epochs=3                          → see --help
---batch_size                        → --batch_size=VALUE
---batch_size=1.5                    → batch_size=1.5 on the command line: expected auto or a whole
---compile=1                         → compile=1 expected auto or true or false
---seed=99999999999999999999         → seed=
---dtype=float8                      → expected auto or float32
---learning_rate=fast                → expected a number
---learning_rate=nan                 → expected a number
---dropout=1.0                       → dropout=1.0: must be at least 0 and below 1
---max_iters=-1                      → max_iters=-1: must be at least 0
---out_dir=                          → out_dir is empty
---log_to=wandb,mlflow               → log_to=wandb,mlflow: 'mlflow' is none of
---checkpoint=last --init_from=auto  → checkpoint=last: it is latest, best or an iteration
---checkpoint=best                   → --init_from=resume
---lr_schedule=cosin                 → lr_schedule=cosin: it is cosine, wsd,
---lr_schedule=linear:0.5            → lr_schedule=linear:0.5
---lr_scales=embedding               → lr_scales=embedding: it is kinds of weights and factors
---lr_scales=tail:2                  → lr_scales=tail:2
---init_from=resum                   → init_from='resum' is neither did you mean resume?
---n_embd=100 --n_head=3             → n_embd=100
---min_lr=1 --learning_rate=0.1      → min_lr=1.0
---warmup_iters=10 --lr_decay_iters=5 → warmup_iters=10
---total_batch_size=1000             → total_batch_size=1000
---batch_size=auto                   → total_batch_size
---patience=3 --check=overfit        → patience=3 check=overfit
-LINE.py learning_rte = 3            → LINE.py, line 1: did you mean learning_rate?
-LINE.py n_head = = 4                → LINE.py, line 1: syntax error
-LINE.py n_layer = lambda: 3         → n_layer= LINE.py, line 1
-LINE.py raise ValueError('a b')     → LINE.py, line 1: ValueError
-missing.py                          → config file missing.py: No such file
-"""
-
-
-@pytest.mark.parametrize('mistake', MISTAKES.strip().splitlines())
-def test_a_mistake_is_answered_by_one_line_that_says_what_where_and_how_to_fix_it(
-        mistake, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    line, words = (part.strip() for part in mistake.split(' → '))
-    if line.startswith('LINE.py'):
-        write(tmp_path / 'LINE.py', line.removeprefix('LINE.py '))
-        line = 'LINE.py'
-    with pytest.raises(UserError) as error:
-        load(*line.split())
-    assert re.fullmatch(f'.*{".*".join(map(re.escape, words.split()))}.*', str(error.value))
 
 
 def test_a_word_of_an_earlier_version_is_answered_by_one_line_that_says_what_to_use_now(tmp_path):
@@ -199,8 +142,6 @@ def test_a_recipe_is_found_from_any_folder_and_a_file_of_ones_own_comes_first(
     (tmp_path / 'config').mkdir()
     (tmp_path / 'config/tiny.py').write_text('dataset = "mine"')
     assert load('config/tiny.py').dataset == 'mine'
-    with pytest.raises(UserError, match=r'other/tiny\.py: No such file'):
-        load('other/tiny.py')
 
 
 def sampling(*argv):
@@ -215,23 +156,6 @@ def test_an_argument_without_dashes_is_the_run_and_a_py_file_stays_a_config(tmp_
     config = sampling('--chat', 'out=a', 'a.py', '--temperature=1')
     assert (config.out_dir, config.num_samples, config.chat) == ('out=a', 3, True)
     assert (sampling(ran.name).out_dir, sampling(ran.name).num_samples) == ('notes.md', 10)
-    for argv, words in ((('a', 'b'), 'a and b: each of them names out_dir'),
-                        (('a', '--out_dir=b'), 'a and --out_dir=b: each of them names out_dir'),
-                        (('top_k=5',), 'write options as'),
-                        (('--start', 'a'), '--start a: write --start=a'),
-                        (('missing.py',), 'config file missing.py'), (('',), 'no config file')):
-        with pytest.raises(UserError, match=re.escape(words)):
-            sampling(*argv)
-
-
-def test_commands_on_a_run_take_it_as_an_argument(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for script, *options in ((sample,), (evaluate,), (export, '--dest=new'), (serve, '--port=0')):
-        message = fails(capsys, monkeypatch, script.main, 'out-none', *options)
-        assert 'out-none: no checkpoint there' in message, script
-        message = fails(capsys, monkeypatch, script.main, 'gpt2', *options)
-        assert 'gpt2: no checkpoint there' in message
-        assert 'weights of others with --init_from' in message
 
 
 def test_arguments_without_dashes_may_be_a_list_also_of_py_files(tmp_path):
@@ -242,5 +166,3 @@ def test_arguments_without_dashes_may_be_a_list_also_of_py_files(tmp_path):
 
     config = load_list('notes', '--tokenizer=byte', str(ran), 'x, y.txt')
     assert config.input == f'notes,{ran},x, y.txt' and not (tmp_path / 'ran').exists()
-    with pytest.raises(UserError, match='a and b and --input=c: each of them names input'):
-        load_list('a', '--input=c', 'b')

@@ -134,19 +134,6 @@ def test_a_file_is_scored_from_its_first_token_in_parts_as_long_as_each_other(ex
     assert scores['bits_per_byte'] == pytest.approx(loss / math.log(2), abs=1e-5)
 
 
-def test_mistakes_are_one_line(trained, tmp_path, capsys, monkeypatch):
-    for arguments, words in (
-            (['--tasks=text'], 'goes with --data'),
-            (['--include_path=nowhere'], '--tasks=mine.yaml'),
-            (['--lm_eval=x'], 'it was removed; name its tasks with --tasks='),
-            (['--tasks=val', '--data=x'], 'goes with --data'),
-            (['--tasks=text', f'--data={tmp_path}/none'], 'No such file'),
-            (['--batch_size=0'], 'batch_size'), (['--dataset=nowhere'], 'nowhere is not prepared'),
-            ([f'--output={tmp_path}/no/folder'], 'its folder is not there')):
-        assert words in fails(capsys, monkeypatch, evaluate.main, f'--out_dir={trained}',
-                              '--device=cpu', *arguments), arguments
-
-
 def test_what_tasks_of_lm_eval_lack_is_one_line_before_anything_is_done(
         tiny, trained, tmp_path, capsys, monkeypatch):
     task = write_tasks(tmp_path, monkeypatch)[0]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import ROOT, fails
+from helpers import ROOT
 
 import plan
 from configurator import load_config
@@ -113,12 +113,3 @@ def test_models_of_a_run_a_folder_and_nanogpt_are_planned_in_their_own_shape(tra
         assert (shape.n_layer, shape.n_embd, shape.dropout) == (2, 32, 0.1)
     shape = find_shape('--init_from=auto', f'--out_dir={tmp_path}/new', '--n_layer=5', *common)
     assert shape.n_layer == 5
-
-
-def test_a_model_that_cannot_start_the_run_is_told_by_the_plan_too(
-        trained, tmp_path, char_data, capsys, monkeypatch):
-    for argv, words in ((['--init_from=gpt2', f'--dataset={char_data}'], 'one of 50257'),
-                        ([f'--init_from={trained}', '--block_size=32'], 'at most 16 tokens'),
-                        (['--init_from=gpt3'], "'gpt3' is neither"),
-                        (['--init_from=resume', f'--out_dir={tmp_path}'], 'no checkpoint there')):
-        assert words in fails(capsys, monkeypatch, plan.main, *argv)

@@ -87,19 +87,6 @@ def test_text_that_cannot_be_used_is_one_line_and_nothing_is_overwritten(
         assert {name: (char_data / name).read_bytes() for name in before} == before, content
 
 
-def test_mistakes_on_the_command_line_are_one_line(tmp_path, capsys, monkeypatch):
-    (tmp_path / 'file').write_text('some text')
-    for argv, words in (
-            (['shakespear'], "no corpus is called 'shakespear'"), (['text'], '--input'),
-            ([f'{tmp_path}/file'], f'prepare.py text {tmp_path}/file'),
-            (['text', f'{tmp_path}/file', '--prompt=a'], 'prompt and completion go together'),
-            (['text', f'--input={tmp_path}/file', '--val_fraction=2'], 'val_fraction'),
-            (['text', f'--input={tmp_path}/file', '--tokenizer=magic'], 'tokenizer'),
-            (['text', f'--input={tmp_path}/file', f'--data_dir={tmp_path}/file/d'],
-             'Not a directory')):
-        assert words in fails(capsys, monkeypatch, prepare.main, *argv), argv
-
-
 # -----------------------------------------------------------------------------
 # tokenizers
 

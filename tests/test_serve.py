@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 from chat_model import ANSWERS
-from helpers import exit_code, fails, fork, wait_until
+from helpers import exit_code, fork, wait_until
 
 import plaingpt
 import sample
@@ -161,10 +161,7 @@ def test_requests_wait_for_each_other_and_a_full_queue_is_refused(trained, tmp_p
         wait_until(lambda: log.read_text().count('text ends') == 3)
 
 
-def test_other_machines_need_a_key(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.delenv('PLAINGPT_API_KEY', raising=False)
-    for host in '0.0.0.0', '::', 'my.example':
-        assert 'API_KEY' in fails(capsys, monkeypatch, serve.main, f'--host={host}')
+def test_other_machines_need_the_key(trained, tmp_path):
     with serving(tmp_path, trained, '--host=0.0.0.0', key='sesame', PLAINGPT_API_KEY='sesame') as (
             client, _, log):
         complete(client, max_tokens=1, extra_headers={'Host': 'my.example'})

@@ -1,15 +1,11 @@
-"""The training loop: what a step computes, when the loop evaluates, saves and ends, and what it
-refuses to start with. What a run keeps over an interruption is in tests/training."""
+"""The training loop: what a step computes, and when the loop evaluates, saves and ends. What a run
+keeps over an interruption is in tests/training."""
 
 import shutil
 
 import pytest
 import torch
-from helpers import (
-    fails,
-    lines,
-    write_tasks,
-)
+from helpers import lines, write_tasks
 
 import train
 from plaingpt.monitoring.run_record import read_run
@@ -139,19 +135,3 @@ def test_each_schedule_begins_high_and_ends_low():
     assert get_lr(0, TrainConfig(decay_lr=False, learning_rate=0.003)) == 0.003
     short = TrainConfig(warmup_iters=60, lr_decay_iters=100, lr_schedule='wsd:1.0')
     assert get_lr(61, short) > 0.97 * short.learning_rate  # no jump where the warmup ends
-
-
-# -----------------------------------------------------------------------------
-# mistakes
-
-
-def test_what_cannot_start_is_refused_before_anything_is_written(tiny, tmp_path, capsys,
-                                                                 monkeypatch):
-    (tmp_path / 'file').write_text('in the way')
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    for argument, words in {'--init_from=resume': 'no checkpoint there',
-                            f'--out_dir={tmp_path}/file/out': 'out_dir',
-                            '--device=cuda': '--device=cpu'}.items():
-        assert words in fails(capsys, monkeypatch, train.main, *tiny, argument)
-    assert (tmp_path / 'file').read_text() == 'in the way'
-    assert not (tmp_path / 'out/metrics.jsonl').exists()

@@ -157,8 +157,3 @@ def test_a_row_that_is_not_wholly_understood_is_named_with_its_line(tmp_path):
         path = written(tmp_path / 'a.jsonl', good, row)
         assert refusal(path).startswith(f'{path}, line 2: '), row
         assert what in refusal(path), row
-
-
-def test_a_file_of_text_is_refused(tmp_path, refused):
-    (tmp_path / 'a.txt').write_text('Q: hi\nA: yo\n')
-    assert 'conversations are read from .jsonl' in refused('chat', tmp_path / 'a.txt')

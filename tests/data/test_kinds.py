@@ -218,9 +218,3 @@ def test_what_cannot_be_read_is_one_line_that_names_the_file_and_the_place(
     line = refused('text', f'--input={tmp_path}/{name}', '--tokenizer=char')
     assert f'error: {shown(tmp_path / name)}{words}' in line
     assert ('UTF-8' in words) == ('--encoding' in line)
-
-
-def test_an_encoding_that_there_is_not_is_refused(tmp_path, refused):
-    (tmp_path / 'a.txt').write_text('text')
-    for name in ('klingon', 'hex'):
-        assert f'encoding={name}: ' in refused('text', tmp_path / 'a.txt', f'--encoding={name}')

@@ -106,19 +106,6 @@ def test_a_character_that_a_borrowed_tokenizer_lacks_is_named(capsys, monkeypatc
     assert "character 'ж' in 'ж'" in line and not os.path.exists('data/b')
 
 
-def test_what_cannot_be_prepared_is_refused_in_one_line(capsys, monkeypatch):
-    write('a.jsonl', pairs(50))
-    write('empty.jsonl', [])
-    for options, what in (
-            ([], 'chat takes your own conversations: --input='),
-            (['--input=a.jsonl', '--max_tokens=5'], 'max_tokens=5: chat does not take it'),
-            (['--input=a.jsonl', '--tokenizer=.'], 'tokenizer=.: expected auto'),
-            (['--input=empty.jsonl'], 'empty.jsonl: there is no text')):
-        assert what in fails(capsys, monkeypatch, prepare.main, 'chat', '--tokenizer=byte',
-                             *options), options
-        assert not os.path.exists('data/chat/meta.json')
-
-
 def test_another_command_replaces_it_only_with_overwrite_and_then_its_masks_too(
         capsys, monkeypatch):
     prepare_chat('--shard_tokens=97')

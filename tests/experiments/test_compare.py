@@ -2,17 +2,8 @@ import math
 
 import compare
 import pytest
-from helpers import fails
 
 from model import GPTConfig
-
-
-def test_what_is_compared_and_with_what_is_asked_for(capsys, monkeypatch):
-    for words, said in (('', 'name one comparison: race, own-text, prepare, generation'),
-                        ('race', '--nanogpt=FOLDER'),
-                        ('own-text --nanogpt=x --minutes=1', 'say which text'),
-                        ('race --nanogpt=x --batchsize=3', "unknown key 'batchsize'")):
-        assert said in fails(capsys, monkeypatch, compare.main, *words.split()), words
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import exit_code, fails, fork
+from helpers import exit_code, fork
 
 import bench
 import train
@@ -57,24 +57,6 @@ def test_settings_of_a_sweep_are_combined_and_what_follows_from_them_follows():
     assert list(found['learning_rate=2e-3, conv=4']) == [1337, 1338]
     one = read(found['learning_rate=2e-3, conv=4'][1338])
     assert (one.conv, one.max_iters, one.seed, one.min_lr) == (4, 7, 1338, pytest.approx(2e-4))
-
-
-def test_a_wrong_list_or_setting_is_named_before_anything_is_trained(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(runs, 'train_once', None)
-    monkeypatch.chdir(tmp_path)
-    Path('mine.py').write_text('variants = ["conv"]')
-    Path('typo.py').write_text('variants = {"none": {"conf": 0}}')
-    for words, said in (
-            ('--sweep=conf=0,4', "variant 'conf=0': unknown key 'conf'"),
-            ('--sweep=conv=0,4 --judge', 'one at a time'),
-            ('--variants=yours.py', 'variants=yours.py: no such file; it is ablation, grid'),
-            ('--variants=mine.py', "variants=mine.py: it must define variants = {'name':"),
-            ('--variants=typo.py', "variant 'none': unknown key 'conf'"),
-            ('--variants=grid --batch_size=6', 'batch_size=6'),
-            ('--memory', 'python plan.py CONFIG says'),
-            ('--minutes=3', 'minutes=3.0 is for train.py'),
-            ('--save=mine.py', 'save=mine.py')):
-        assert said in fails(capsys, monkeypatch, bench.main, *words.split(), '--device=cpu'), words
 
 
 # -----------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Muon by owners: what the processes that share its work send each other, and who does how much.
 That they move the weights as one process does is in tests/training/test_equal_runs.py."""
 
-import math
+from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model import GPT, GPTConfig
 from plaingpt.parallel.job import process_group
 from plaingpt.parallel.owners import owners_of, work
-from plaingpt.system.distributed import launched_world
+from plaingpt.system.distributed import full_tensor, launched_world
 from plaingpt.training import optimizers
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
@@ -44,35 +45,45 @@ class Sent(TorchDispatchMode):
         name, rank = func.overloadpacket.__name__, dist.get_rank()
         if name == 'alltoall_base_':
             _, rows, _, _, splits, *_ = args
-            self.bytes += rows[0].nbytes * (sum(splits) - splits[rank])
+            self.bytes += rows.element_size() * rows.size(1) * (sum(splits) - splits[rank])
         elif name == '_allgather_base_':
             self.bytes += args[1].nbytes * (dist.get_world_size() - 1)
         return func(*args, **kwargs or {})
 
 
-def count_bytes():
-    # from its owner to two others; from two of three owners of its row there and back
-    for wrap, travels in ((DDP, 2), (sharded, 2 * 2 / 3)):
-        gpt = GPT(SHAPE)
-        model = wrap(gpt)
-        optimizer = build_optimizer(gpt, TrainConfig(optimizer='muon'), dist.get_world_size())
-        idx = torch.zeros(2, 8, dtype=torch.int64)
-        model(idx, idx)[1].backward()
-        with Sent() as sent:
-            optimizer.step()
-        elements = sum(math.prod(p.shape) for p in optimizer.param_groups[0]['params'])
-        total = torch.tensor(sent.bytes)
-        dist.all_reduce(total)
-        assert total.item() / elements == pytest.approx(2 * travels, rel=0.01)
+def step(gpt, wrap):
+    """→ the bytes that all processes send for each element of the matrices, which move as those of
+    a process that does all of it."""
+    alone = deepcopy(gpt)
+    model, config = wrap(gpt), TrainConfig(optimizer='muon')
+    optimizer = build_optimizer(gpt, config, dist.get_world_size())
+    idx = torch.zeros(2, 8, dtype=torch.int64)
+    model(idx, idx)[1].backward()
+    for p, q in zip(gpt.parameters(), alone.parameters(), strict=True):
+        q.grad = full_tensor(p.grad).clone()
+    build_optimizer(alone, config).step()
+    with Sent() as sent:
+        optimizer.step()
+    elements, total = 0, torch.tensor(sent.bytes)
+    dist.all_reduce(total)
+    for p, q in zip(gpt.parameters(), alone.parameters(), strict=True):
+        if p in set(optimizer.param_groups[0]['params']):
+            assert torch.equal(full_tensor(p), q)
+            elements += q.numel()
+    return total.item() / elements
 
 
-def test_each_number_travels_in_two_bytes_where_the_cpu_has_bfloat16(tmp_path, monkeypatch):
-    monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda: True)
-
+def test_owners_move_the_matrices_as_one_process_does_and_send_each_number_in_two_bytes(
+        tmp_path, monkeypatch):
     def main(_):
+        torch.manual_seed(0)
         with process_group(launched_world(), CPU):
-            count_bytes()
+            # from its owner to two others; from two of three owners of its row there and back
+            for wrap, travels in ((DDP, 2), (sharded, 2 * 2 / 3)):
+                assert step(GPT(SHAPE), wrap) == pytest.approx(2 * travels, rel=0.01)
+                step(GPT(replace(SHAPE, n_layer=4, mlp='swiglu')), wrap)  # some have more
 
+    monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda: True)
     launch(main, 3, tmp_path)
 
 

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import TINY, fails, in_background, in_the_loop, launch, lines, options
+from helpers import TINY, in_background, in_the_loop, launch, lines, options
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import train
@@ -138,24 +137,6 @@ def test_a_resumed_run_that_was_saved_in_the_background_has_the_same_bits(
     shutil.rmtree(checkpoints.find(tmp_path / 'cut').path)  # that of iteration 2 remains
     assert 'resumed from' in run('cut', *argv, '--init_from=auto')
     torch.testing.assert_close(saved(tmp_path / 'cut'), saved(tmp_path / 'whole'), rtol=0, atol=0)
-
-
-def test_a_signal_to_one_process_stops_and_saves_all(run, tmp_path, monkeypatch):
-    original, steps = train.forward_backward, itertools.count(1)
-
-    def stopping(*arguments):
-        if next(steps) == 5 and os.environ['RANK'] == '1':
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(*arguments)
-
-    in_the_loop(monkeypatch, forward_backward=stopping)
-    printed = run('run', '--max_iters=100000')
-    last = checkpoints.find(tmp_path / 'run').iter_num
-    assert f'SIGTERM: stopped after iteration {last}' in printed and 5 <= last < 1000
-
-
-def test_sharding_takes_a_job(tiny, capsys, monkeypatch):
-    assert 'torchrun' in fails(capsys, monkeypatch, train.main, *tiny, '--parallel=fsdp')
 
 
 @pytest.mark.slow

@@ -34,15 +34,6 @@ def test_the_tokenizer_tells_what_opens_a_document_and_all_that_follows_knows(
     evaluate.main([*options(out_dir=out, device='cpu', dtype='float32')])
 
 
-def test_a_run_from_other_weights_may_turn_it_on(tiny, documents, tmp_path):
-    plain, own = tmp_path / 'plain', tmp_path / 'own'
-    run = [*tiny, f'--dataset={documents}', '--max_iters=1']
-    train.main([*run, f'--out_dir={plain}'])
-    train.main([*run, f'--out_dir={own}', f'--init_from={plain}', '--document_attention'])
-    assert [checkpoints.find(out).state['model']['document_start'] for out in (plain, own)] \
-        == [-1, 256]
-
-
 def test_a_tokenizer_that_opens_no_document_is_refused(tiny):
     with pytest.raises(UserError, match='code_char has no end of text'):
         train.main([*tiny, '--document_attention'])

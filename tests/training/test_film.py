@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import TINY, fails, launch
+from helpers import TINY, launch
 
 import plot
 import train
@@ -112,13 +112,6 @@ def test_the_page_has_all_of_the_film_and_names_no_other_place(page):
     assert not re.search(r'https?://|src=|@import|url\(', text) and len(text) < 500_000
     shown = json.loads(re.search(r'application/json">(.*?)</script>', text)[1])
     assert shown == moments(page.folder) and shown[-1]['sample'] == HOSTILE
-
-
-def test_mistakes_are_one_line(trained, page, capsys, monkeypatch):
-    for argv, words in (((trained,), 'has no film: train with --film=True'),
-                        ((page.folder, '--output=a.png'), 'output=a.png: must end in .html'),
-                        ((page.folder, '--output=nowhere/a.html'), 'nowhere/a.html')):
-        assert words in fails(capsys, monkeypatch, plot.main, '--film', *argv)
 
 
 @pytest.mark.slow

@@ -43,15 +43,6 @@ def made(name='muon', shape=SHAPE, **options):
     return model, build_optimizer(model, config)
 
 
-def test_matrices_of_blocks_get_muon_and_the_rest_adamw():
-    model, optimizer = made()
-    trained(model, optimizer)
-    for name, p in model.named_parameters():
-        keys = {'momentum_buffer'} if '.h.' in name and p.dim() == 2 else \
-            {'exp_avg', 'exp_avg_sq', 'step'}
-        assert set(optimizer.state[p]) == keys, name
-
-
 @pytest.mark.parametrize('name', optimizers.OPTIMIZERS)
 def test_each_group_follows_its_own_learning_rate(name):
     torch.manual_seed(0)

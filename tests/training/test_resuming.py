@@ -178,13 +178,6 @@ def test_a_restart_by_torchrun_does_not_go_back_once_more(tiny, out, monkeypatch
     assert not (out / 'old-002').exists()
 
 
-def test_a_checkpoint_that_is_named_is_used_or_refused(tiny, out, tmp_path):
-    for argv in (['--checkpoint=2'], ['--checkpoint=newest', '--init_from=resume'],
-                 ['--checkpoint=99', '--init_from=auto', f'--out_dir={tmp_path}/empty']):
-        with pytest.raises(UserError, match='checkpoint'):
-            train.main([*tiny, *argv])
-
-
 # -----------------------------------------------------------------------------
 # a new run where an earlier one is
 

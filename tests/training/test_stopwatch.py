@@ -144,14 +144,11 @@ def test_minutes_of_a_run_that_goes_on_are_added_to_it_until_the_command_says_ho
     assert state['left_s'] is None and state['iter_num'] == 40
 
 
-def test_minutes_that_contradict_or_are_too_few_are_refused_and_write_nothing(
+def test_minutes_that_are_too_few_are_refused_and_nothing_is_written(
         tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(deadline, 'measure', lambda *_: (1.0, 1.0))
-    for options, words in ((['--minutes=1', '--max_iters=9'], '--max_iters'),
-                           (['--minutes=1', '--lr_decay_iters=9'], '--lr_decay_iters'),
-                           (['--minutes=-1'], 'at least 0'), (['--minutes=0.05'], 'too short')):
-        assert words in fails(capsys, monkeypatch, train.main, *tiny, *options)
-        assert not list(tmp_path.glob('out/*'))
+    assert 'too short' in fails(capsys, monkeypatch, train.main, *tiny, '--minutes=0.05')
+    assert not list(tmp_path.glob('out/*'))
 
 
 @pytest.mark.slow

@@ -76,8 +76,21 @@ def test_a_gpt2_without_biases_has_biases_of_zero_and_a_tied_head_once(tmp_path)
                     }.items():
         assert tensors[name][0] == 'F32' and np.array_equal(tensors[name][1], w.detach()), name
     assert 'output.weight' not in tensors and len(tensors) == 4 + 2 * 12
-    assert keys['general.architecture'] == 'gpt2' and keys['gpt2.context_length'] == 256
-    assert keys['gpt2.feed_forward_length'] == 192 and keys['gpt2.attention.head_count'] == 4
+    assert keys['general.architecture'] == 'gpt2'
+
+
+@pytest.mark.parametrize(('flags', 'more'), [
+    (dict(bias=False), {'attention.layer_norm_epsilon': 1e-5, 'feed_forward_length': 192}),
+    (QWEN3, {'attention.layer_norm_rms_epsilon': 1e-5, 'feed_forward_length': 128,
+             'rope.freq_base': 10_000, 'rope.dimension_count': 12, 'attention.key_length': 12,
+             'attention.value_length': 12})], ids=['gpt2', 'qwen3'])
+def test_the_sizes_that_llama_cpp_asks_for_are_there(flags, more, tmp_path):
+    _, keys = read(written(tmp_path, shaken(**flags)))
+    found = {key.partition('.')[2]: value for key, value in keys.items()
+             if key.startswith(keys['general.architecture'])}
+    assert found == pytest.approx({
+        'vocab_size': 257, 'context_length': 256, 'embedding_length': 48, 'block_count': 2,
+        'attention.head_count': 4, 'attention.head_count_kv': 4, **more})
 
 
 def test_the_head_of_its_own_has_no_row_of_the_padding(tmp_path):

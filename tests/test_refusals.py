@@ -151,7 +151,7 @@ def files(folder):
     return sorted(path for path in folder.rglob('*') if path.is_file())
 
 
-@pytest.mark.parametrize('refused', filter(None, REFUSED.splitlines()))
+@pytest.mark.parametrize('refused', [row for row in REFUSED.splitlines() if row])
 def test_what_cannot_be_done_is_one_line_and_nothing_is_written(
         refused, trained, char_data, tmp_path, capsys, monkeypatch):
     line, words = (part.strip() for part in refused.split(' → '))

@@ -45,7 +45,6 @@ def scores_of(tmp_path, *arguments):
 
 def test_each_kind_of_request_of_lm_eval_is_answered_as_by_its_model_of_transformers(exported):
     pytest.importorskip('lm_eval')
-    pytest.importorskip('accelerate')
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.huggingface import HFLM

@@ -2,6 +2,7 @@
 
 import faulthandler
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -120,14 +121,34 @@ def fork(main, *argv, log, before=None, **env):
     os._exit(code)
 
 
+def fork_job(main, processes, folder, *argv, before=None, missing=()):
+    """As fork, in the processes of one job, or in one that is no job; `missing` ones never come
+    → {rank: process id}, {rank: file of all that it prints, folder/log0, …}"""
+    envs = ranks(processes) if processes > 1 else [{}]
+    logs = {rank: folder / f'log{rank}' for rank in range(processes) if rank not in missing}
+    return {rank: fork(main, *argv, log=log, before=before, **envs[rank])
+            for rank, log in logs.items()}, logs
+
+
 def launch(main, processes, folder, *argv, before=None):
-    """As fork, to the end, in the processes of one job, or in one that is no job → what rank 0
-    printed. Fails the test where one fails. What they print goes to folder/log0, …"""
-    logs = [folder / f'log{rank}' for rank in range(processes)]
-    pids = [fork(main, *argv, log=log, before=before, **env)
-            for log, env in zip(logs, ranks(processes) if processes > 1 else [{}], strict=True)]
-    assert [exit_code(pid) for pid in pids] == [0] * processes, [log.read_text() for log in logs]
+    """The same, to the end → what rank 0 printed. Fails the test where one fails."""
+    pids, logs = fork_job(main, processes, folder, *argv, before=before)
+    codes = [exit_code(pid) for pid in pids.values()]
+    assert codes == [0] * processes, [log.read_text() for log in logs.values()]
     return logs[0].read_text()
+
+
+def die_before_change(n, within):
+    """End this process with exit code 9 before its n-th change of a path that has `within` in it.
+    """
+    count = itertools.count(1)
+
+    def hook(event, arguments):
+        changes = event in ('os.rename', 'os.remove', 'os.rmdir', 'os.mkdir', 'os.link') or (
+            event == 'open' and type(arguments[2]) is int and arguments[2] & os.O_CREAT)
+        if changes and within in str(arguments[0]) and next(count) == n:
+            os._exit(9)
+    sys.addaudithook(hook)
 
 
 def run_copy(folder, script, *argv):

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from changes import after_init, change_batches
-from helpers import exit_code, fork, ranks
+from helpers import exit_code, fork_job
 
 import evaluate
 import model
@@ -315,9 +315,7 @@ def same_rank_everywhere():
 
 @pytest.mark.slow
 def test_two_processes_with_the_same_data_are_named(tiny, tmp_path):
-    logs = [tmp_path / 'log0', tmp_path / 'log1']
-    pids = [fork(train.main, *tiny, log=log, before=same_rank_everywhere, **env)
-            for log, env in zip(logs, ranks(2), strict=True)]
-    assert 0 not in [exit_code(pid) for pid in pids]
+    pids, logs = fork_job(train.main, 2, tmp_path, *tiny, before=same_rank_everywhere)
+    assert 0 not in [exit_code(pid) for pid in pids.values()]
     assert 'each step, micro-batch and process needs its own' in ''.join(
-        log.read_text() for log in logs)
+        log.read_text() for log in logs.values())

@@ -4,6 +4,7 @@ import json
 
 import pyarrow
 import pyarrow.parquet
+from helpers import die_before_change, exit_code, fork
 
 import prepare
 from plaingpt.data.dataset import open_dataset
@@ -34,3 +35,14 @@ def prepared(folder, *argv):
     """Prepare by bytes → the documents of each split."""
     prepare.main([*map(str, argv), '--tokenizer=byte', f'--data_dir={folder}'])
     return [*documents_of(folder).values()]
+
+
+def killed(n, argv, folder):
+    """Prepare `folder` in a process that ends before its n-th change there → its exit code, 9, or 0
+    where it was done before."""
+    return exit_code(fork(prepare.main, *argv, log=f'{folder}.log',
+                          before=lambda: die_before_change(n, str(folder))))
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}

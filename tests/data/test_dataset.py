@@ -4,12 +4,11 @@ import json
 import os
 import random
 import shutil
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from helpers import exit_code, fails, fork, ranks
+from helpers import exit_code, fails, fork_job
 
 import prepare
 import train
@@ -195,15 +194,13 @@ def test_a_run_on_bare_files_resumes_on_the_same_tokens_only(tiny, tmp_path, cap
 
 @pytest.mark.slow  # the job takes seconds to end
 def test_processes_that_find_different_tokens_do_not_train(tiny, tmp_path):
-    machines = [tmp_path / f'machine{rank}' for rank in range(2)]
-    for first, machine in enumerate(machines):
-        machine.mkdir()
-        bare(machine / 'tokens', range(first, first + 3000))
-    logs = [tmp_path / f'log{rank}' for rank in range(2)]
-    job = [fork(train.main, *tiny, '--dataset=./tokens', log=log, before=partial(os.chdir, machine),
-                **env) for machine, log, env in zip(machines, logs, ranks(2), strict=True)]
-    assert [exit_code(pid) for pid in job] == [2, 2]
-    assert all('find different tokens' in log.read_text() for log in logs)
+    for rank in range(2):
+        (tmp_path / f'machine{rank}').mkdir()
+        bare(tmp_path / f'machine{rank}/tokens', range(rank, rank + 3000))
+    pids, logs = fork_job(train.main, 2, tmp_path, *tiny, '--dataset=./tokens',
+                       before=lambda: os.chdir(tmp_path / f'machine{os.environ["RANK"]}'))
+    assert [exit_code(pid) for pid in pids.values()] == [2, 2]
+    assert all('find different tokens' in log.read_text() for log in logs.values())
 
 
 def test_the_path_that_an_earlier_version_saved_is_an_identity(tmp_path):

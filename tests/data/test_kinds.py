@@ -5,15 +5,21 @@ import gzip
 import io
 import json
 import random
-import signal
 from itertools import chain
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from corpus_files import documents_of, prepared, split_bytes, write_parquet, write_rows
+from corpus_files import (
+    contents,
+    documents_of,
+    killed,
+    prepared,
+    split_bytes,
+    write_parquet,
+    write_rows,
+)
 from helpers import fails
-from interrupted import contents, exit_code
 
 import prepare
 from plaingpt.data import documents, encoding
@@ -91,17 +97,17 @@ def test_a_kind_gives_its_documents_and_the_same_bytes_after_kills(
     monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**12)
     monkeypatch.setattr(documents, 'BLOCK_CHARS', 1001)
     prepare.main([*argv, '--data_dir=threads', '--num_proc=3'])
-    killed = [*argv, '--data_dir=killed', '--num_proc=2']
-    for calls in (17, 12):
-        assert exit_code(*killed, calls=calls) == -signal.SIGKILL
+    argv += ['--data_dir=killed', '--num_proc=2']
+    for n in (25, 20):
+        assert killed(n, argv, 'killed') == 9
     capsys.readouterr()
-    prepare.main(killed)
+    prepare.main(argv)
     assert 'resuming after' in capsys.readouterr().out
     assert contents(tmp_path / 'whole') == contents(tmp_path / 'threads') \
         == contents(tmp_path / 'killed')
-    prepare.main(killed)
+    prepare.main(argv)
     assert 'is already prepared by this command' in capsys.readouterr().out
-    line = fails(capsys, monkeypatch, prepare.main, *killed, '--val_fraction=0.3')
+    line = fails(capsys, monkeypatch, prepare.main, *argv, '--val_fraction=0.3')
     assert 'holds another dataset (val_fraction 0.2, not 0.3)' in line
     assert '--overwrite' in line and '--data_dir' in line
     assert contents(tmp_path / 'whole') == contents(tmp_path / 'killed')
@@ -126,7 +132,7 @@ def test_a_few_files_are_one_text_joined_at_line_breaks(tmp_path):
 
 
 @pytest.mark.parametrize('limit', [9_876, 20_000])
-def test_max_tokens_trains_on_exactly_the_first_ones(limit, tmp_path):
+def test_max_tokens_trains_on_exactly_the_first_ones(limit, tmp_path, monkeypatch):
     write_rows(tmp_path / 'a.jsonl', TEXTS)
     argv = ['text', tmp_path / 'a.jsonl', '--val_fraction=0.2', '--shard_tokens=4_000']
     _, val = prepared(tmp_path / 'all', *argv)
@@ -137,9 +143,10 @@ def test_max_tokens_trains_on_exactly_the_first_ones(limit, tmp_path):
     assert first == val[:len(first)] and 0 < len(first) < len(val)
     entry = open_dataset(tmp_path / 'd').split_entry('train')
     assert entry['documents'] == train.count(0) and entry['bytes'] == limit - train.count(0)
+    monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**13)
     argv = [*argv, '--tokenizer=byte', f'--data_dir={tmp_path}/killed', '--num_proc=3']
-    exit_code(*argv, calls=9)  # and the batches are smaller there
-    assert exit_code(*argv) == 0
+    assert killed(9, argv, tmp_path / 'killed') == 9
+    prepare.main([*map(str, argv)])
     assert contents(tmp_path / 'killed') == contents(tmp_path / 'd')
 
 

@@ -5,12 +5,11 @@ import json
 import shutil
 
 import pytest
-from corpus_files import write_rows
+from corpus_files import contents, killed, write_rows
 from helpers import fails
-from interrupted import contents, exit_code
 
 import prepare
-from plaingpt.data import encoding
+from plaingpt.data import encoding, tokenizer_choice
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.inspection import find_damage
 from plaingpt.system.files import locked
@@ -21,6 +20,11 @@ def rows(tmp_path_factory):
     path = tmp_path_factory.mktemp('rows') / 'rows.jsonl'
     write_rows(path, [f'{n} ' + 'to be or not to be ' * (n % 40) for n in range(400)])
     return path
+
+
+@pytest.fixture(autouse=True)
+def many_batches(monkeypatch):
+    monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**13)
 
 
 def command(rows, folder, *options):
@@ -36,34 +40,34 @@ def test_killed_between_any_two_changes_of_the_disk_it_writes_the_same(
     options = [f'--shard_tokens={shard_tokens}', '--num_proc=1', '--overwrite']
     prepare.main(command(rows, tmp_path / 'whole', *options))
     prepare.main(command(rows, tmp_path / 'old', *options, '--val_fraction=0.2'))
-    for calls in itertools.count(1, step):
-        folder = tmp_path / f'killed-{calls}'
+    for n in itertools.count(1, step):
+        folder = tmp_path / f'killed-{n}'
         shutil.copytree(tmp_path / 'old', folder)
         argv = command(rows, folder, *options)
-        if exit_code(*argv, calls=calls) == 0:
+        if killed(n, argv, folder) == 0:
             break
-        assert not (folder / 'meta.json').exists() or not find_damage(open_dataset(folder)), calls
+        assert not (folder / 'meta.json').exists() or not find_damage(open_dataset(folder)), n
         prepare.main(argv)
-        assert contents(folder) == contents(tmp_path / 'whole'), calls
-    assert calls > 5
+        assert contents(folder) == contents(tmp_path / 'whole'), n
+    assert n > 5
 
 
 def test_what_is_done_is_not_done_again_and_the_old_dataset_stays_meanwhile(
         rows, tmp_path, monkeypatch, capsys):
     prepare.main(command(rows, tmp_path / 'd', '--val_fraction=0.2'))
     before = contents(tmp_path / 'd')
-    argv = command(rows, tmp_path / 'd', '--tokenizer=bpe:300', '--overwrite')
-    assert exit_code(*argv, calls=12) == -9
+    argv = command(rows, tmp_path / 'd', '--tokenizer=char', '--overwrite')
+    assert killed(20, argv, tmp_path / 'd') == 9
     assert {name: (tmp_path / 'd' / name).read_bytes() for name in before} == before
     progress = json.loads((tmp_path / 'd/unfinished/progress.json').read_text())
     done = sum(split['tokens'] for split in progress['splits'].values())
     encoded, real = [], encoding.encode_batch
     monkeypatch.setattr(encoding, 'encode_batch',
                         lambda *a: encoded.append(real(*a)) or encoded[-1])
+    monkeypatch.setattr(tokenizer_choice, 'make_tokenizer', None)  # it is learned already
     capsys.readouterr()
     prepare.main(argv)
-    said = capsys.readouterr().out
-    assert f'resuming after {done:,} tokens' in said and 'training the' not in said
+    assert f'resuming after {done:,} tokens' in capsys.readouterr().out
     again = sum(len(part.ids) for parts in encoded for part in parts.values())
     splits = open_dataset(tmp_path / 'd').meta['splits']
     assert done > 12_500
@@ -76,7 +80,7 @@ def test_what_another_command_or_another_input_left_is_not_mixed_in(
         rows, tmp_path, capsys):
     path = shutil.copy(rows, tmp_path / 'in.jsonl')
     for more, change in (['--val_fraction=0.2'], ''), ([], '{"text": "new"}\n'):
-        assert exit_code(*command(path, tmp_path / 'd'), calls=12) == -9
+        assert killed(20, command(path, tmp_path / 'd'), tmp_path / 'd') == 9
         with pytest.raises(prepare.UserError, match='not finished'):  # nothing is trained on it
             open_dataset(tmp_path / 'd')
         path.write_text(path.read_text() + change)

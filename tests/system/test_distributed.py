@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import exit_code, fork, ranks, wait_until
+from helpers import exit_code, fork_job, launch, ranks, wait_until
 
 import train
 from model import GPT, GPTConfig
@@ -24,14 +24,6 @@ from plaingpt.training.step_guard import StepGuard
 from train import forward_backward, update
 
 CPU = torch.device('cpu')
-
-
-def start(tmp_path, size, main, *argv, missing=(), before=None):
-    """Fork a job's processes, without torchrun → {rank: process id}, {rank: its log}"""
-    here = {rank: env for rank, env in enumerate(ranks(size)) if rank not in missing}
-    logs = {rank: tmp_path / f'log{rank}' for rank in here}
-    return {rank: fork(main, *argv, log=logs[rank], before=before, **env)
-            for rank, env in here.items()}, logs
 
 
 def error_in(log):
@@ -60,7 +52,7 @@ def working(logs):
     pytest.param(2, 0, signal.SIGKILL, 60, marks=pytest.mark.slow), (3, 2, signal.SIGKILL, 60),
     (2, 1, signal.SIGSTOP, 3)])
 def test_a_process_that_is_killed_or_hangs_ends_the_others(tmp_path, size, lost, how, timeout_s):
-    pids, logs = start(tmp_path, size, work, timeout_s)
+    pids, logs = fork_job(work, size, tmp_path, timeout_s)
     wait_until(lambda: working(logs))
     os.kill(pids[lost], how)
     for rank in pids.keys() - {lost}:
@@ -71,7 +63,7 @@ def test_a_process_that_is_killed_or_hangs_ends_the_others(tmp_path, size, lost,
 
 @pytest.mark.parametrize('missing', [[1, 2], pytest.param([0], marks=pytest.mark.slow)])
 def test_where_processes_never_come_the_others_end_after_a_while(tmp_path, missing):
-    pids, logs = start(tmp_path, 3, work, 2, missing=missing)
+    pids, logs = fork_job(work, 3, tmp_path, 2, missing=missing)
     for rank, pid in pids.items():
         assert exit_code(pid) == 2
         assert f'error: rank {rank} of 3 did not meet another' in error_in(logs[rank])
@@ -91,8 +83,7 @@ def leave_early(argv):
 
 
 def test_a_process_that_is_done_early_waits_for_those_that_are_not(tmp_path):
-    pids, _ = start(tmp_path, 2, leave_early, tmp_path)
-    assert [exit_code(pid) for pid in pids.values()] == [0, 0]
+    launch(leave_early, 2, tmp_path, tmp_path)
 
 
 # -----------------------------------------------------------------------------

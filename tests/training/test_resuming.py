@@ -4,10 +4,9 @@ import itertools
 import json
 import os
 import shutil
-import sys
 
 import pytest
-from helpers import exit_code, fails, fork, lines, same, weights
+from helpers import die_before_change, exit_code, fails, fork, lines, same, weights
 
 import prepare
 import train
@@ -209,18 +208,6 @@ def test_a_run_that_is_refused_leaves_the_earlier_one_as_it_was(tiny, earlier):
 # killed while it writes
 
 
-def die_before_change(n, within=''):
-    """End this process before its n-th change of a path that has `within` in it."""
-    count = itertools.count(1)
-
-    def hook(event, arguments):
-        changes = event in ('os.rename', 'os.remove', 'os.rmdir', 'os.mkdir', 'os.link') or (
-            event == 'open' and type(arguments[2]) is int and arguments[2] & os.O_CREAT)
-        if changes and within in str(arguments[0]) and next(count) == n:
-            os._exit(9)
-    sys.addaudithook(hook)
-
-
 def test_a_run_killed_while_it_saves_goes_on_to_the_same_bits(tiny, tmp_path):
     tiny = [*tiny, '--dropout=0.2', '--max_iters=4', '--eval_interval=2',
             '--init_from=auto']
@@ -249,7 +236,7 @@ def test_killed_between_any_two_changes_no_file_of_the_earlier_run_is_lost(earli
         before = files(out)
         pid = os.fork()
         if not pid:
-            die_before_change(n)
+            die_before_change(n, str(out))
             start.archive_previous_run(out)
             os._exit(0)
         code = exit_code(pid)

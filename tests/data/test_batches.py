@@ -161,6 +161,14 @@ def test_a_few_evaluation_sequences_are_spread_over_the_split(tmp_path):
     assert np.concatenate(loader.eval_batches(4)).tolist() == [0, 250, 500, 750]
 
 
+def test_the_sequences_of_the_first_step_alone_are_trained_on_and_evaluated(tmp_path):
+    loader = BatchLoader(stream(tmp_path, np.arange(1001)), 10, 2, micro_steps=3, only_first=1)
+    trained = [loader.sequence_starts(loader.sequence_ids(step, micro)).tolist()
+               for step in (0, 7) for micro in range(3)]
+    assert trained[:3] == trained[3:]
+    assert [starts.tolist() for starts in loader.eval_batches(99)] == trained[:3]
+
+
 # -----------------------------------------------------------------------------
 # from the command line
 

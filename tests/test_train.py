@@ -23,10 +23,13 @@ def tiny(tiny):
 
 
 def test_exactly_max_iters_updates_are_made_and_the_last_weights_evaluated(
-        tiny, tmp_path, monkeypatch):
+        tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, 'find_reference', lambda *_: 'mine')
     train.main([*tiny, '--max_iters=5', '--eval_interval=2'])
     assert read_run(tmp_path / 'out')['reference'] == 'mine'
+    out = capsys.readouterr().out
+    for words in (' training tokens, vocabulary ', ' for 5 iterations', 'done: '):
+        assert words in out
     assert [line['iter'] for line in lines(tmp_path / 'out', 'loss')] == [1, 2, 3, 4, 5]
     assert [line['iter'] for line in lines(tmp_path / 'out', 'val_loss')] == [0, 2, 4, 5]
     found = checkpoints.find(tmp_path / 'out')

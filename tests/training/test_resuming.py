@@ -106,13 +106,14 @@ def test_a_run_goes_on_in_every_other_dtype(tiny, out):
         assert (found.state['scaler'].get('scale', 0) > 1) == (dtype == 'float16')
 
 
-def test_a_run_that_patience_ended_stays_ended_until_told_otherwise(tiny, tmp_path):
+def test_a_run_that_patience_ended_stays_ended_until_told_otherwise(tiny, tmp_path, capsys):
     # without a learning rate no evaluation is better than the first
     tiny = [*tiny, '--init_from=auto', '--eval_interval=1', '--max_iters=4', '--learning_rate=0',
             '--min_lr=0', '--eval_iters=1']
     for patience, end in ((2, 2), (2, 2), (0, 4)):
         train.main([*tiny, f'--patience={patience}'])
         assert checkpoints.find(tmp_path / 'out').iter_num == end
+        assert ('stopped after iteration 2, patience=2' in capsys.readouterr().out) == (end == 2)
 
 
 # -----------------------------------------------------------------------------

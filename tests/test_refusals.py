@@ -67,6 +67,7 @@ sample run --num_samples=0                  → num_samples
 sample run --batch_size=0                   → batch_size
 sample run '--stop=["a", 5]'                → not a JSON list
 sample run --device=cuda:99                 → cuda
+sample run --chat                           → was not tuned on conversations
 sample run --min_p=0.1                      → it was removed; top_p
 sample run --prompts=x                      → it was removed; plaingpt.load
 sample run --template=User:                 → brings the form

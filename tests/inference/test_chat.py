@@ -1,16 +1,13 @@
 """A conversation at the terminal."""
 
 import builtins
-import os
-import pty
 import shutil
 import sys
-from contextlib import suppress
 from itertools import product
 
 import pytest
 from chat_model import ANSWERS
-from helpers import CHAT, ask, exit_code, fails, fork
+from helpers import CHAT, ask
 from test_docs import after_readme, follow  # noqa: F401  (a fixture)
 
 import plaingpt
@@ -85,30 +82,10 @@ def test_messages_that_cannot_be_answered_are_refused(generator, trained):
         plaingpt.load(trained).answer(ask('hi', '')[:1])
 
 
-def test_escape_codes_that_a_model_writes_do_not_reach_the_terminal(chat_model, tmp_path):
-    terminal, end = pty.openpty()
-
-    def use_the_terminal():
-        for fd in (0, 1, 2):
-            os.dup2(end, fd)
-        sys.stdin, sys.stdout, sys.stderr = (open(fd, mode, closefd=False)
-                                             for fd, mode in enumerate(('r', 'w', 'w')))
-
-    pid = fork(sample.main, f'--out_dir={chat_model}', '--checkpoint=latest', '--device=cpu',
-               '--chat', GREEDY, log=tmp_path / 'log', before=use_the_terminal)
-    os.close(end)
-    os.write(terminal, b'html\n/quit\n')
-    shown = b''
-    with suppress(OSError):  # the other end is closed
-        while True:
-            shown += os.read(terminal, 4096)
-    assert exit_code(pid) == 0
-    assert b'b</b>\\x1b[31m' in shown and b'\x1b[31m' not in shown
-
-
-def test_a_chat_with_a_base_model_says_so(trained, capsys, monkeypatch):
-    assert 'was not tuned on conversations' in fails(
-        capsys, monkeypatch, sample.main, f'--out_dir={trained}', '--device=cpu', '--chat')
+def test_escape_codes_that_a_model_writes_do_not_reach_the_terminal(talk, chat_model, monkeypatch):
+    monkeypatch.setattr(sys.stdout, 'isatty', lambda: True)
+    answer, _ = talk(chat_model, 'html', options=[GREEDY])
+    assert answer.endswith('b</b>\\x1b[31m')
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(talk, chat_model, monkeypatch):

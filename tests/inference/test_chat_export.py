@@ -4,13 +4,10 @@ the answers are ours. test_llama_cpp.py has the same for llama.cpp."""
 import pytest
 import torch
 from foreign_models import in_transformers, shaken
-from helpers import CHAT, ROOT, TINY, ask, write_chat
+from helpers import CHAT, ask
 from test_gguf import QWEN3, learned, tokenizer_of
 
-import export
 import plaingpt
-import prepare
-import train
 from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ChatTokenizer
 from plaingpt.inference.generation import generate
 from plaingpt.inference.hf_export import write_hf
@@ -93,25 +90,3 @@ def test_attention_within_conversations_is_plain_attention_in_one_of_them(model,
         apart = (model(idx)[0] - theirs(idx).logits)[0].abs().amax(-1)  # (T,)
         assert apart[:len(one)].max() < 1e-4
         assert equal or apart[len(one):].max() > 0.1
-
-
-def test_a_run_of_the_recipe_for_conversations_is_exported_and_comes_back(
-        text_file, tmp_path, monkeypatch):
-    recipe = str(ROOT / 'config/finetune_chat.py')
-    monkeypatch.chdir(tmp_path)
-    prepare.main(['text', f'--input={text_file}', '--tokenizer=byte', '--documents=line',
-                  '--data_dir=data/base'])
-    write_chat(tmp_path / 'data/chat', [ask(f'{i}?', 'Yes.') for i in range(60)])
-    # what a model was trained with before does not matter: no conversation holds that token
-    train.main([*TINY, '--dataset=base', '--out_dir=base', '--document_attention'])
-    train.main([recipe, *TINY, '--init_from=base', '--max_iters=2'])
-    export.main(['--out_dir=out-chat', '--dest=a'])
-    export.main(['--init_from=a', '--dest=b'])
-    for path in (tmp_path / 'a').iterdir():
-        if path.name != 'README.md':
-            assert path.read_bytes() == (tmp_path / 'b' / path.name).read_bytes()
-    run, back = plaingpt.load('out-chat'), plaingpt.load('a')
-    assert run.model.config.document_start == CHAT.conversation != back.model.config.document_start
-    asked = [CHAT.encode_prompt(ask('7?', '')[:1]).tolist()]
-    assert generate(run.model, asked, 8, temperature=0) \
-        == generate(back.model, asked, 8, temperature=0)

@@ -46,10 +46,10 @@ def tokenizer_of(name, monkeypatch, texts):
         pytest.skip(str(e))
 
 
-def learned(model, ids, steps, learning_rate=1e-2):
+def learned(model, ids, steps):
     """`model`, which then knows the text `ids` by heart: no two tokens are about as likely."""
     data = torch.tensor(ids)[None]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(steps):
         loss = model(data[:, :-1], data[:, 1:])[1]
         loss.backward()

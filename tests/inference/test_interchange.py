@@ -12,8 +12,6 @@ from helpers import fails, same_logits
 import sample
 import train
 from model import GPT, GPTConfig
-from plaingpt.data.tokenizers import ByteTokenizer
-from plaingpt.inference.hf_export import write_hf
 from plaingpt.system.errors import UserError
 
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
@@ -45,21 +43,6 @@ def test_logits_equal_those_of_transformers_on_its_weights(tmp_path):
     assert len(list((tmp_path / 'several').glob('*.safetensors'))) >= 4
     for folder in tmp_path.iterdir():
         assert same_logits(opened(folder), theirs, tokens(2, 32, vocab_size=100))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(('n_head', 'n_embd'), [(12, 768), (25, 1600)])  # GPT-2's, GPT-2 XL's
-def test_logits_equal_those_of_transformers_both_ways_at_full_width(n_head, n_embd, tmp_path):
-    from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
-    torch.manual_seed(0)
-    theirs = GPT2LMHeadModel(GPT2Config(n_embd=n_embd, n_layer=2, n_head=n_head,
-                                        initializer_range=0.05))
-    theirs.save_pretrained(tmp_path)
-    ours = opened(tmp_path)
-    assert same_logits(ours, theirs, tokens(2, 32, vocab_size=50257))
-    write_hf(tmp_path, ours, ByteTokenizer())
-    back = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert same_logits(ours, back, tokens(2, 32, vocab_size=50257))
 
 
 # -----------------------------------------------------------------------------

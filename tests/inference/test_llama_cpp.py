@@ -4,7 +4,6 @@ It comes in llama-cpp-python, which pip builds from source in half an hour; with
 are skipped.
 """
 
-import ctypes
 from contextlib import closing
 
 import pytest
@@ -21,8 +20,6 @@ from test_chat_export import (
     model,  # noqa: F401  (a fixture)
 )
 from test_gguf import LLAMA, QWEN3, learned, tokenizer_of, written
-
-from plaingpt.data.chat_tokenizer import TEMPLATE
 
 llama_cpp = pytest.importorskip('llama_cpp', reason='llama-cpp-python is not installed')
 
@@ -55,32 +52,17 @@ def check_greedy(model, theirs, start, expected):  # noqa: F811
         theirs.eval([token])
 
 
-SMALL = dict(shape={}, std=0.1, learning_rate=1e-2)
-GPT2S_WIDTH = dict(shape=dict(n_layer=2, n_head=12, n_embd=768), std=0.02, learning_rate=5e-4)
-
-
-@pytest.mark.parametrize(('flags', 'size', 'tolerance'), [
+@pytest.mark.parametrize(('flags', 'tolerance'), [
     # llama.cpp on a CPU takes GELU from a table of float16
-    ({}, SMALL, 5e-3), (dict(bias=False, tied_head=False), SMALL, 5e-3), (LLAMA, SMALL, 5e-5),
-    (dict(LLAMA, bias=False, tied_head=False), SMALL, 5e-5), (QWEN3, SMALL, 5e-5),
-    *(pytest.param(flags, GPT2S_WIDTH, tolerance, marks=pytest.mark.slow)
-      for flags, tolerance in (({}, 5e-3), (LLAMA, 2e-4), (QWEN3, 2e-4)))])
+    ({}, 5e-3), (dict(bias=False, tied_head=False), 5e-3), (LLAMA, 5e-5),
+    (dict(LLAMA, bias=False, tied_head=False), 5e-5), (QWEN3, 5e-5)])
 def test_logits_and_200_greedy_tokens_are_those_of_llama_cpp(
-        tmp_path, flags, size, tolerance, text_file):
+        tmp_path, flags, tolerance, text_file):
     text = [*text_file.read_bytes()[:220]]
-    ours = learned(shaken(std=size['std'], **size['shape'], **flags), text, steps=40,
-                   learning_rate=size['learning_rate'])
+    ours = learned(shaken(std=0.1, **flags), text, steps=40)
     with opened(written(tmp_path, ours)) as theirs:
         assert difference(ours, theirs) < tolerance
         check_greedy(ours, theirs, text[:20], text[20:])
-
-
-@pytest.mark.parametrize(('dtype', 'tolerance'), [('float16', 0.05), ('bfloat16', 0.3)])
-@pytest.mark.parametrize('flags', [{}, QWEN3])
-def test_llama_cpp_computes_with_matrices_of_16_bits(tmp_path, flags, dtype, tolerance):
-    ours = shaken(**flags)  # its logits have a standard deviation of 1.4
-    with opened(written(tmp_path, ours, dtype=dtype)) as theirs:
-        assert 1e-3 < difference(ours, theirs) < tolerance
 
 
 TEXTS = ['Hello, wörld!  Grüße, ÀÈÌ\n\n\t 12345 ', '日本語のテキスト、中文。', '🎉🎉\r\n👩‍👧‍👦 🇩🇪',
@@ -144,9 +126,3 @@ def test_llama_cpp_answers_as_we_do_and_ends_where_we_do(model, tmp_path):  # no
         vocab = theirs._model.vocab
         assert [i for i in range(CHAT.vocab_size) if llama_cpp.llama_vocab_is_eog(vocab, i)] \
             == [256, CHAT.end_of_turn]
-
-
-def test_llama_cpp_takes_the_template_for_none_that_it_has_built_in():
-    message = llama_cpp.llama_chat_message(role=b'user', content=b'x')
-    messages, room = (llama_cpp.llama_chat_message * 1)(message), ctypes.create_string_buffer(99)
-    assert llama_cpp.llama_chat_apply_template(TEMPLATE.encode(), messages, 1, True, room, 99) == -1

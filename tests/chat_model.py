@@ -34,10 +34,8 @@ def save(model, tokenizer, out_dir):
     """→ out_dir, where it is the model of a run"""
     optimizer = torch.optim.SGD(model.parameters())
     saver = Saver(out_dir)
-    saver.save(model, optimizer, {
-        'iter_num': 1, 'sequences': 8, 'val_loss': None, 'evaluated': True, 'best_val_loss': None,
-        'evals_since_best': 0, 'elapsed_s': 1.0, 'wandb_id': None, 'config': {}, 'data': [],
-        'tokenizer': tokenizer.to_json(), 'scaler': {}}, rng_state(torch.device('cpu')))
+    saver.save(model, optimizer, {'iter_num': 1, 'config': {}, 'tokenizer': tokenizer.to_json()},
+               rng_state(torch.device('cpu')))
     saver.wait()
     assert not saver.failed
     return out_dir

@@ -81,10 +81,10 @@ def size_of_png(path):
     return int.from_bytes(data[16:20], 'big'), int.from_bytes(data[20:24], 'big')
 
 
-def run(*command, cwd=None, **env):
-    """Run a script of the project as a user would → its stdout. Fails the test if it fails."""
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, text=True,
-                          capture_output=True, env={**os.environ, **env}, timeout=300)
+def run(*command, cwd=None):
+    """Run a command as a user would → its stdout. Fails the test if it fails."""
+    done = subprocess.run([*map(str, command)], cwd=cwd, text=True, capture_output=True,
+                          timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -285,14 +285,6 @@ def test_each_page_is_linked_from_the_readme():
     assert set(PAGES) <= {'README.md', *linked}
 
 
-def test_the_first_line_of_each_file_says_what_is_in_it():
-    for pattern in ('*.py', 'plaingpt/*/*.py'):
-        for path in ROOT.glob(pattern):
-            if path.name != '__init__.py':
-                first = path.read_text(encoding='utf-8').split('\n')[0]
-                assert first.startswith('"""') and len(first.split()) > 2, path
-
-
 def test_extras_and_recipes_are_those_that_there_are():
     extras = text_of('docs/troubleshooting.md').partition('The extras are')[2]
     project = tomllib.loads(text_of('pyproject.toml'))['project']

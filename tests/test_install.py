@@ -5,10 +5,11 @@ import json
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from importlib import metadata
 
 import pytest
-from helpers import ROOT, options, run
+from helpers import ROOT, fails, options, run
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -16,6 +17,7 @@ import plaingpt
 import prepare
 import sample
 import train
+from plaingpt import __main__
 
 PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
 VERSION = plaingpt.__version__
@@ -78,34 +80,28 @@ def folder_of_somebody_else(folder):
     return folder
 
 
-def give(*argv, cwd):
-    """Run the command `plaingpt` of this clone in a folder → the ended process."""
-    return subprocess.run([sys.executable, ROOT / 'plaingpt/__main__.py', *argv], cwd=cwd,
-                          text=True, capture_output=True, timeout=100)
-
-
 def test_the_command_lists_each_script_and_runs_it_from_any_folder(tmp_path):
     folder = folder_of_somebody_else(tmp_path / 'elsewhere')
-    listed = give(cwd=folder).stdout
+    command = partial(run, sys.executable, ROOT / 'plaingpt/__main__.py', cwd=folder)
+    listed = command()
     for path in ROOT.glob('*.py'):
         text = path.read_text(encoding='utf-8')
         if "if __name__ == '__main__'" in text:
             first_line = ast.get_docstring(ast.parse(text)).split('\n')[0]
             assert f'  {path.stem:<10}{first_line}\n' in listed
-    assert give('--version', cwd=folder).stdout == f'plaingpt {VERSION}\n'
-    assert give('plot', '--help', cwd=folder).stdout.startswith('Draw the curves')
+    assert command('--version') == f'plaingpt {VERSION}\n'
+    assert command('plot', '--help').startswith('Draw the curves')
 
 
-def test_an_unknown_command_is_one_line(tmp_path):
-    done = give('trian', 'config/tiny.py', cwd=tmp_path)
-    assert done.returncode == 2 and not done.stdout and done.stderr.count('\n') == 1
-    assert "'trian'" in done.stderr and 'did you mean train?' in done.stderr
+def test_an_unknown_command_is_one_line(capsys, monkeypatch):
+    said = fails(capsys, monkeypatch, lambda _: __main__.main(), 'trian', 'config/tiny.py')
+    assert "'trian'" in said and 'did you mean train?' in said
 
 
 @pytest.mark.parametrize('script', ['prepare', 'plot'])
 def test_scripts_that_need_no_torch_start_without_it(script):
     code = f'import sys, {script}; print("torch" in sys.modules)'
-    assert run('-c', code, cwd=ROOT) == 'False\n'
+    assert run(sys.executable, '-c', code, cwd=ROOT) == 'False\n'
 
 
 def test_the_wheel_names_its_own_modules_and_commands():
@@ -134,20 +130,12 @@ def make_venv(folder, packages):
     return folder / 'bin/python'
 
 
-def call(*command, cwd):
-    """Run a command without this process's PYTHONPATH → its stdout. Fails the test if it fails."""
-    done = subprocess.run(list(map(str, command)), cwd=cwd, text=True, capture_output=True,
-                          timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_the_wheel_works_in_a_folder_with_a_model_of_its_own(tmp_path):
-    call(sys.executable, '-m', 'hatchling', 'build', '-t', 'wheel', '-d', tmp_path, cwd=ROOT)
+    run(sys.executable, '-m', 'hatchling', 'build', '-t', 'wheel', '-d', tmp_path, cwd=ROOT)
     wheel, = tmp_path.glob('*.whl')
     python = make_venv(tmp_path / 'venv', [*CORE, 'pip'])
-    call(python, '-m', 'pip', 'install', '-q', '--no-deps', '--no-index',
+    run(python, '-m', 'pip', 'install', '-q', '--no-deps', '--no-index',
          '--disable-pip-version-check', wheel, cwd=tmp_path)
     command = python.with_name('plaingpt')
     folder = folder_of_somebody_else(tmp_path / 'elsewhere')
@@ -155,21 +143,21 @@ def test_the_wheel_works_in_a_folder_with_a_model_of_its_own(tmp_path):
                   compile=False, gradient_accumulation_steps=2)
     quickstart = ('train', 'config/quickstart.py', *few)
 
-    printed = call(command, *quickstart, cwd=folder)  # which prepares its data first
+    printed = run(command, *quickstart, cwd=folder)  # which prepares its data first
     assert 'plaingpt sample --out_dir=out-quickstart' in printed and 'python ' not in printed
-    assert call(command, 'sample', 'config/quickstart_sample.py', '--max_new_tokens=8',
+    assert run(command, 'sample', 'config/quickstart_sample.py', '--max_new_tokens=8',
                 '--device=cpu', cwd=folder).strip()
-    out = call(python, '-c', 'import plaingpt, sys\n'
+    out = run(python, '-c', 'import plaingpt, sys\n'
                'print(len(plaingpt.load("out-quickstart").generate("def", max_new_tokens=9)) > 0)\n'
                'print("model" in sys.modules, plaingpt.__version__)', cwd=folder)
     assert out.splitlines() == ['True', f'False {VERSION}']
-    lists = call(python, '-c', 'from plaingpt.experiments.runs import read_variants\n'
+    lists = run(python, '-c', 'from plaingpt.experiments.runs import read_variants\n'
                  'print([len(read_variants(name, None)) for name in ("ablation", "ladder")])',
                  cwd=folder)
     assert lists == '[7, 3]\n'
-    call(python, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
+    run(python, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
          '-m', 'plaingpt', *quickstart, '--out_dir=out-two', cwd=folder)
     state, = (folder / 'out-two/checkpoints').glob('*/state.json')
     assert json.loads(state.read_text())['iter_num'] == 2
-    call(command, 'bench', 'config/quickstart.py', *few, '--sweep=learning_rate=1e-3,2e-3',
+    run(command, 'bench', 'config/quickstart.py', *few, '--sweep=learning_rate=1e-3,2e-3',
          '--seeds=1', cwd=folder)

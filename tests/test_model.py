@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers import ROOT
 
-from model import GPT, GPTConfig, ShortConv, rotary_table, rotate
+from model import GPT, GPTConfig, ShortConv
 
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
 
@@ -222,16 +222,6 @@ def test_each_flag_trains_in_chunks_and_in_bfloat16_as_in_plain_float32():
         loss, chunked = loss_and_gradient(model, model)
         assert relative(loss, exact_loss) < 1e-6 and relative(chunked, exact) < 1e-5, flags
         assert model(tokens(1, 16), tokens(1, 16))[0] is None  # no logits of all
-
-
-def test_rotary_scores_depend_on_distances_alone():
-    cos, sin = rotary_table(GPTConfig(block_size=12, n_head=1, n_embd=8))
-    q, k = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 1, 12, 8)  # the same at each position
-    scores = (rotate(q, cos, sin) @ rotate(k, cos, sin).mT)[0, 0]
-    for distance in range(12):
-        along = scores.diagonal(-distance)
-        torch.testing.assert_close(along, along[:1].expand_as(along))
-    assert scores[:, 0].std() > 0.1
 
 
 def test_zero_init_begins_with_all_tokens_equally_likely():

@@ -140,7 +140,7 @@ def test_a_run_stopped_anywhere_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch)
     'kills signals --kills=1 --signals=1', 'disks --disks=1 --seed=3', 'files --files=12 --seed=1'])
 def test_what_comes_at_random_loses_nothing(asked):
     # In a process of its own: forks of this one would lack the threads of earlier tests.
-    out = run(ROOT / 'tools/torture.py', *asked.split())
+    out = run(sys.executable, ROOT / 'tools/torture.py', *asked.split())
     assert 'nothing was lost' in out
     for group, rounds in re.findall(r'--(\w+)=(\d+)', asked.partition(' --seed')[0]):
         assert f'{group}: {rounds} rounds' in out

@@ -6,15 +6,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import (
-    TINY,
-    launch,
-    lines,
-    one_benchmark,
-    options,
-    same,
-    weights,
-)
+from helpers import TINY, launch, lines, one_benchmark, options, same, weights
 
 import train
 from plaingpt.training import checkpoint as checkpoints

@@ -87,9 +87,6 @@ def test_with_fsdp_there_is_no_film(tiny, tmp_path):
     assert 'no film: with parallel=fsdp' in said and not (tmp_path / 'out/film.jsonl').exists()
 
 
-# -----------------------------------------------------------------------------
-# the page
-
 HOSTILE = '</script><b id="bold">\u202ebold</b>\x1b[31m'
 
 

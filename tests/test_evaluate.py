@@ -39,6 +39,10 @@ def scores_of(tmp_path, *arguments):
     return json.loads((tmp_path / 'scores.json').read_text())['results']
 
 
+# -----------------------------------------------------------------------------
+# lm-evaluation-harness
+
+
 def test_each_kind_of_request_of_lm_eval_is_answered_as_by_its_model_of_transformers(exported):
     pytest.importorskip('lm_eval')
     from lm_eval.api.instance import Instance
@@ -74,6 +78,10 @@ def test_tasks_of_lm_eval_are_scored_beside_text(exported, tmp_path, monkeypatch
     assert scores.keys() == {'ending', 'text', 'word'}
     assert scores['ending']['questions'] == scores['word']['questions'] == 4
     assert 0 <= scores['ending']['acc'] <= 1 < scores['word']['perplexity']
+
+
+# -----------------------------------------------------------------------------
+# text
 
 
 def test_the_validation_loss_is_that_of_each_token_once(trained, char_data, tmp_path):

@@ -87,6 +87,10 @@ def test_text_that_cannot_be_used_is_one_line_and_nothing_is_overwritten(
         assert {name: (char_data / name).read_bytes() for name in before} == before, content
 
 
+# -----------------------------------------------------------------------------
+# tokenizers
+
+
 def test_a_borrowed_tokenizer_is_that_of_the_other_dataset_today(text_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = text_file.read_text()[:20_000]
@@ -123,6 +127,10 @@ def test_text_without_a_named_tokenizer_gets_its_own_by_the_size_of_the_text(
         assert meta_of(tmp_path / 'd')['vocab_size'] == size
     sizes = [choose_vocab_size(10**n) for n in range(12)]
     assert sizes == sorted(sizes) and sizes[0] >= 258 and sizes[-1] < 2**16
+
+
+# -----------------------------------------------------------------------------
+# the disk
 
 
 def test_a_disk_that_fills_up_is_one_line_and_the_same_command_goes_on(tmp_path, monkeypatch):

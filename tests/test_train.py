@@ -116,6 +116,10 @@ def test_benchmarks_and_samples_come_on_time(tiny, tmp_path, capsys, monkeypatch
     assert [line['iter'] for line in found] == [0, 3, 6] and found[0]['word_questions'] == 2
 
 
+# -----------------------------------------------------------------------------
+# schedules
+
+
 def test_the_learning_rate_warms_up_and_falls_on_a_cosine():
     config = TrainConfig(learning_rate=1.0, min_lr=0.1, warmup_iters=9, lr_decay_iters=109)
     for it, expected in {0: 0.1, 4: 0.5, 9: 1.0, 59: 0.55, 109: 0.1, 10**6: 0.1}.items():

@@ -18,7 +18,12 @@ import train
 from plaingpt.data import batches
 from plaingpt.data.batches import BatchLoader
 from plaingpt.system.errors import UserError
-from plaingpt.training import checkpoint, optimizers, schedules, step_guard
+from plaingpt.training import (
+    checkpoint,
+    optimizers,
+    schedules,
+    step_guard,
+)
 
 # What people break is a function of patch(owner, name, change): owner.name becomes
 # change(what it was).

@@ -41,6 +41,10 @@ def loaders_of(tokens, block_size, batch_size, processes, micro_steps=1):
                         world_size=processes) for rank in range(processes)]
 
 
+# -----------------------------------------------------------------------------
+# the order
+
+
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
 @settings(max_examples=50)
 def test_the_keyed_permutation_visits_each_index_once(n, k):
@@ -136,6 +140,10 @@ def test_sequences_run_over_from_file_to_file(tmp_path):
     assert np.array_equal(sequences, tokens[np.array([[0], [41], [89]]) + np.arange(11)])
 
 
+# -----------------------------------------------------------------------------
+# evaluation
+
+
 def test_evaluation_covers_the_whole_split_once(tmp_path):
     tokens = stream(tmp_path, np.arange(1001))
     for processes in (1, 2, 3):
@@ -159,6 +167,10 @@ def test_the_sequences_of_the_first_step_alone_are_trained_on_and_evaluated(tmp_
                for step in (0, 7) for micro in range(3)]
     assert trained[:3] == trained[3:]
     assert [starts.tolist() for starts in loader.eval_batches(99)] == trained[:3]
+
+
+# -----------------------------------------------------------------------------
+# from the command line
 
 
 def test_a_split_shorter_than_a_sequence_is_an_error(tmp_path):

@@ -34,6 +34,10 @@ def flip(path, bit):
     path.write_bytes(data)
 
 
+# -----------------------------------------------------------------------------
+# damage
+
+
 def test_each_flipped_bit_of_a_small_split_is_found_before_a_run(own_data):
     chance = random.Random(0)
     for name in ('train.bin', 'val.bin') * 5:
@@ -91,6 +95,10 @@ def test_a_folder_without_a_dataset_names_the_command_that_makes_one(tmp_path):
         open_dataset(tmp_path)
 
 
+# -----------------------------------------------------------------------------
+# changes during a run
+
+
 def test_a_run_goes_on_with_the_tokens_it_began_with_when_prepare_replaces_them(
         text_file, own_data, tmp_path):
     other = tmp_path / 'other.txt'
@@ -117,6 +125,10 @@ def test_a_file_that_is_cut_short_under_a_run_ends_it_in_one_line_and_keeps_its_
     assert f'{own_data}/train.bin has been cut short' in fails(
         capsys, monkeypatch, train.main, *tiny, f'--dataset={own_data}')
     assert list(tmp_path.glob('out/checkpoints/iter-*/state.json'))
+
+
+# -----------------------------------------------------------------------------
+# token files of others
 
 
 def header(*words):
@@ -153,6 +165,10 @@ def test_tokens_can_begin_within_a_file_that_holds_more(own_data):
     path.write_bytes(path.read_bytes()[:-6])
     with pytest.raises(UserError, match=r'train\.bin: .* tokens of 2 bytes'):
         open_dataset(own_data).split('train')
+
+
+# -----------------------------------------------------------------------------
+# identity
 
 
 def test_the_same_tokens_are_the_same_data_under_another_path(char_data, own_data, tmp_path):

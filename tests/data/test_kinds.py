@@ -113,6 +113,10 @@ def test_a_kind_gives_its_documents_and_the_same_bytes_after_kills(
     assert contents(tmp_path / 'whole') == contents(tmp_path / 'killed')
 
 
+# -----------------------------------------------------------------------------
+# text
+
+
 def test_a_few_files_are_one_text_joined_at_line_breaks(tmp_path):
     (tmp_path / 'in').mkdir()
     spaces = ' ' * (2**20 + 5)
@@ -121,6 +125,10 @@ def test_a_few_files_are_one_text_joined_at_line_breaks(tmp_path):
     prepare.main(['text', f'--input={tmp_path}/in', '--tokenizer=byte', f'--data_dir={tmp_path}/d'])
     whole = b''.join(split_bytes(tmp_path / 'd', split) for split in ('train', 'val'))
     assert whole.decode() == f'one\nTWO\nthree\r\nfour\n{spaces}five\nsix'
+
+
+# -----------------------------------------------------------------------------
+# --max_tokens
 
 
 @pytest.mark.parametrize('limit', [9_876, 20_000])
@@ -162,6 +170,10 @@ def test_numbers_are_read_as_people_write_them():
         assert prepare.parse_count(text) == number, text
 
 
+# -----------------------------------------------------------------------------
+# the hub
+
+
 def test_splits_of_a_dataset_of_the_hub_are_taken_as_they_are(tmp_path):
     for split, texts in (('train', TEXTS), ('validation', ['held', 'out']), ('test', ['1', '2'])):
         write_parquet(tmp_path / f'hub/{split}.parquet', texts)
@@ -187,6 +199,9 @@ def test_a_subset_is_one_of_those_that_the_readme_lists(tmp_path):
                           '--subset=large', '--val_fraction=0.1')
     assert sorted(train + val) == sorted(f'large {text}' for text in TEXTS)
 
+
+# -----------------------------------------------------------------------------
+# faults
 
 REFUSED = [
     ('a.jsonl', b'\n{"text": "one', ', line 2: not JSON: '),

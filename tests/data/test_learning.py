@@ -32,6 +32,10 @@ def prepared(folder, source, *options):
     return text_of(folder)
 
 
+# -----------------------------------------------------------------------------
+# bpe
+
+
 @pytest.fixture(scope='module')
 def languages(tmp_path_factory):
     """Files of two languages, beside each other those of one."""
@@ -72,6 +76,10 @@ def hub_copy(folder, sizes, last=''):
     return HubDataset(str(folder), '', {'train': 'train'})
 
 
+# -----------------------------------------------------------------------------
+# char
+
+
 def test_char_ends_each_document_with_a_line_break(tmp_path):
     names = [f'{a}{b}' for a in 'abcdefghij' for b in 'uvwxyz']
     (tmp_path / 'in').mkdir()
@@ -100,6 +108,10 @@ def test_a_line_break_comes_after_the_last_piece_of_a_document_alone(tmp_path):
     # where it goes on in another split, each of its parts is a document
     parts = [line for line in lines if 'ab' in line]
     assert sorted(''.join(parts)) == sorted(f'7{long}') and len(parts) > 1
+
+
+# -----------------------------------------------------------------------------
+# halves of characters
 
 
 @pytest.mark.parametrize('tokenizer', ['char', 'byte', 'bpe:270'])

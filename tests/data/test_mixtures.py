@@ -39,6 +39,10 @@ def three(prepared, tmp_path, monkeypatch):
     return tmp_path
 
 
+# -----------------------------------------------------------------------------
+# the order
+
+
 def test_weights_that_do_not_divide_a_thousand_go_by_the_largest_remainders():
     for weights, shares in (([0.3, 0.7], [300, 700]), ([1, 1, 1], [334, 333, 333]),
                             ([0.29, 0.57, 0.14], [290, 570, 140]), ([0.9995, 0.0005], [1000, 0])):
@@ -91,6 +95,10 @@ def test_the_loss_of_the_mixture_is_estimated_from_sequences_by_its_shares():
         assert len(found) == 2000 and (found < 400).sum() == 600
         assert len(np.unique(found)) == 24 + 1400
         assert found.max() == 400 + 1399 * 5624 // 1400 * 16  # spread over the split
+
+
+# -----------------------------------------------------------------------------
+# files
 
 
 def test_batches_hold_the_text_of_each_corpus_by_its_share(three):

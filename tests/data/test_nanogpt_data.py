@@ -65,6 +65,10 @@ def test_its_tokenizer_is_that_of_the_same_text_prepared_here(text_file, char_da
     assert open_dataset(tmp_path / 'more').tokenizer_json() == open_dataset(folder).tokenizer_json()
 
 
+# -----------------------------------------------------------------------------
+# pickles that nanoGPT did not write
+
+
 def edited(**changes):
     meta = {'vocab_size': 2, 'itos': {0: 'a', 1: 'b'}, 'stoi': {'a': 0, 'b': 1}, **changes}
     return pickle.dumps({key: value for key, value in meta.items() if value is not None})
@@ -88,6 +92,10 @@ def test_other_pickles_are_refused_in_one_line_and_nothing_in_them_is_run(tmp_pa
         message = str(refused.value)
         assert str(folder / 'meta.pkl') in message and '\n' not in message and len(message) < 500
     assert [path.name for path in tmp_path.iterdir()] == ['nano']
+
+
+# -----------------------------------------------------------------------------
+# what prepare.py may write where
 
 
 def test_nothing_is_written_into_a_folder_that_others_made(

@@ -32,6 +32,10 @@ def shown_share(captured):
     return float(line.removeprefix('warning: ').split('%')[0]) / 100
 
 
+# -----------------------------------------------------------------------------
+# the count
+
+
 @given(st.integers(0, 2**32), st.integers(2, 1200), st.integers(64, 1200), st.integers(1, 9),
        st.integers(1, 300), st.integers(1, 12))
 @example(0, 200, 640, 1, 50, 9)  # one sequence many times
@@ -68,6 +72,10 @@ def test_memory_is_that_of_a_few_pieces_and_not_of_the_splits(tmp_path, monkeypa
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4 * 8 * 2**16 < 2 * len(ids)  # bytes of the file
+
+
+# -----------------------------------------------------------------------------
+# prepare.py
 
 
 @pytest.fixture(scope='module')

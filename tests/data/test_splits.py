@@ -28,6 +28,10 @@ def test_shares_and_splits_that_cannot_be_are_refused(more, words, tmp_path, ref
     assert words in refused('hf', f'{tmp_path}/hub', *more)
 
 
+# -----------------------------------------------------------------------------
+# a hash of the text
+
+
 def sides(texts, *fractions):
     pieces = [Piece(text, True) for text in texts]
     return [split for split, *_ in split_by_hash(pieces, Shares(*fractions))]
@@ -96,6 +100,10 @@ def test_validation_has_its_share_of_the_tokens_of_a_folder_of_many_sizes(tmp_pa
     assert all(name in val for name in ('book.txt', 'code.py', 'row '))
 
 
+# -----------------------------------------------------------------------------
+# a running text
+
+
 def test_a_running_text_is_cut_into_its_splits_wherever_its_pieces_end():
     text = ''.join(map(chr, range(100, 200)))
     for size in (1, 7, 10, 100):
@@ -105,6 +113,10 @@ def test_a_running_text_is_cut_into_its_splits_wherever_its_pieces_end():
             mine = [(part, first) for name, part, first in found if name == split]
             assert ''.join(part for part, _ in mine) == text[start:end]
             assert [first for _, first in mine] == [True] + [False] * (len(mine) - 1)
+
+
+# -----------------------------------------------------------------------------
+# a test split
 
 
 def test_the_test_split_is_told_of_and_overwrite_removes_it(tmp_path, capsys):

@@ -32,6 +32,10 @@ def gpt2(monkeypatch):
     return GPT2Tokenizer()
 
 
+# -----------------------------------------------------------------------------
+# characters and bytes
+
+
 @settings(max_examples=100)
 @given(st.text(min_size=1), st.randoms())
 def test_characters_come_back_whatever_their_order_in_the_vocabulary(text, chance):
@@ -56,6 +60,10 @@ def test_any_text_comes_back_from_bytes_and_any_bytes_decode(text, data):
     tokenizer = ByteTokenizer()
     assert tokenizer.decode([256, *tokenizer.encode(text), 256]) == text
     assert tokenizer.decode(list(data)) == data.decode('utf-8', 'replace')
+
+
+# -----------------------------------------------------------------------------
+# byte pairs
 
 
 def test_gpt2_gives_the_published_ids(gpt2):
@@ -84,6 +92,10 @@ def test_any_text_comes_back_from_bpe_and_is_never_a_control_token(text):
 def test_half_a_character_becomes_a_replacement_character(text):
     whole = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
     assert BPE.decode(BPE.encode(text)) == whole
+
+
+# -----------------------------------------------------------------------------
+# descriptions
 
 
 def test_a_tokenizer_comes_back_from_its_json():

@@ -22,6 +22,9 @@ from plaingpt.experiments.runs import (
 from plaingpt.system.errors import UserError
 from plaingpt.training.settings import TrainConfig
 
+# -----------------------------------------------------------------------------
+# lists of variants
+
 
 def read(words):
     return load_config(TrainConfig, words)
@@ -54,6 +57,10 @@ def test_settings_of_a_sweep_are_combined_and_what_follows_from_them_follows():
     assert list(found['learning_rate=2e-3, conv=4']) == [1337, 1338]
     one = read(found['learning_rate=2e-3, conv=4'][1338])
     assert (one.conv, one.max_iters, one.seed, one.min_lr) == (4, 7, 1338, pytest.approx(2e-4))
+
+
+# -----------------------------------------------------------------------------
+# runs
 
 
 @pytest.fixture
@@ -155,6 +162,10 @@ def test_a_run_is_a_training(char_data, tmp_path, monkeypatch):
     assert found['final_loss'] < 4.5 and found['step_ms'] > 0
     with pytest.raises(UserError, match='is not prepared'):
         train_once([*words, f'--dataset={tmp_path}/none'], tmp_path / 'none')
+
+
+# -----------------------------------------------------------------------------
+# their comparison
 
 
 def test_a_variant_is_compared_with_the_first_at_the_same_seeds():

@@ -148,6 +148,10 @@ def test_a_run_goes_out_with_the_facts_of_it_and_another_starts_from_the_folder(
     assert yaml.safe_load(card.split('---')[1])['library_name'] == 'transformers'
 
 
+# -----------------------------------------------------------------------------
+# tokenizers
+
+
 STRANGE = ['Hello, wörld!  日本語\n\n\t 12345 ', '    ', 'a    b', '🎉🎉\r\n', '\x00\x7f\xad¡',
            'aaaaaaaaaaa' * 3, 'ÀÈÌ' * 5, "it's"]
 

@@ -59,6 +59,10 @@ def learned(model, ids, steps):
     return model
 
 
+# -----------------------------------------------------------------------------
+# what is in the file
+
+
 def test_a_gpt2_without_biases_has_biases_of_zero_and_a_tied_head_once(tmp_path):
     model = shaken(bias=False)
     tensors, keys = read(written(tmp_path, model))
@@ -139,6 +143,10 @@ def test_a_chat_model_has_its_template_and_the_tokens_that_it_needs(tmp_path):
     assert keys['tokenizer.ggml.tokens'][-6:] == ['<|endoftext|>', *SPECIAL_TOKENS]
     control = [kind == gguf.TokenType.CONTROL for kind in keys['tokenizer.ggml.token_type']]
     assert control == [False] * 256 + [True] * 6
+
+
+# -----------------------------------------------------------------------------
+# the command
 
 
 def test_the_command_writes_one_file_and_overwrites_none(tmp_path, capsys, monkeypatch):

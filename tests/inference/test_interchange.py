@@ -45,6 +45,10 @@ def test_logits_equal_those_of_transformers_on_its_weights(tmp_path):
         assert same_logits(opened(folder), theirs, tokens(2, 32, vocab_size=100))
 
 
+# -----------------------------------------------------------------------------
+# nanoGPT's checkpoints
+
+
 def nanogpt_checkpoint(path, model, prefix='', vocab_size=None, **more):
     """What nanoGPT's train.py saves: the tied matrix twice, padded as it pads."""
     c = model.config
@@ -103,6 +107,10 @@ def test_a_pickle_that_holds_code_is_refused_and_nothing_run(tmp_path, model, ca
     line = fails(capsys, monkeypatch, sample.main, f'--init_from={tmp_path}/ckpt.pt')
     assert 'it holds commands.call' in line and 'nothing in it was run' in line
     assert not (tmp_path / 'hacked').exists()
+
+
+# -----------------------------------------------------------------------------
+# what is not a model
 
 
 def refused(source):

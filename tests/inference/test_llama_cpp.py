@@ -91,6 +91,10 @@ def test_llama_cpp_cuts_text_into_our_tokens_and_joins_them(
         assert theirs.tokenize(b'<|endoftext|>', special=True) == [end]
 
 
+# -----------------------------------------------------------------------------
+# conversations
+
+
 @pytest.mark.parametrize('kind', KINDS[1:])
 def test_the_template_gives_our_ids_in_llama_cpp(kind, tmp_path, text_file, monkeypatch):
     from llama_cpp.llama_chat_format import Jinja2ChatFormatter

@@ -12,6 +12,9 @@ from plaingpt.data.batches import BatchLoader
 from plaingpt.monitoring.diagnosis import CHECKS, diagnose
 from plaingpt.monitoring.run_record import read_rows, read_run
 
+# -----------------------------------------------------------------------------
+# rows of metrics
+
 RUN = dict(train_tokens=10**6, from_scratch=True, data={},
            config=dict(warmup_iters=30, decay_lr=True, weight_decay=0.1,
                        check='auto', n_embd=64, max_iters=300))
@@ -91,6 +94,9 @@ def test_a_single_odd_batch_is_no_divergence():
             row['loss'] += 5
     assert diagnose(rows, RUN) == {}
 
+
+# -----------------------------------------------------------------------------
+# runs
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=16, max_iters=300,
              gradient_accumulation_steps=1, eval_interval=30, eval_iters=5, warmup_iters=30,

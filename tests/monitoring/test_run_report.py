@@ -64,6 +64,10 @@ def test_a_run_that_gave_up_says_so(tiny, tmp_path, capsys, monkeypatch, no_pict
     assert '; given up: 2 steps in a row' in (tmp_path / 'out/report.md').read_text()
 
 
+# -----------------------------------------------------------------------------
+# curves
+
+
 def run(losses, tokens=64):
     """Rows of a run: every 10 iterations an evaluation, a logged step and a look inside."""
     rows = []

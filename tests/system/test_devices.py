@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from plaingpt.system import devices
-from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, prepare_device
+from plaingpt.system.devices import (
+    choose_compile,
+    choose_device,
+    choose_dtype,
+    prepare_device,
+)
 from plaingpt.system.errors import UserError
 from plaingpt.system.gpus import PEAKS, peak_flops
 

@@ -86,6 +86,10 @@ def test_a_process_that_is_done_early_waits_for_those_that_are_not(tmp_path):
     launch(leave_early, 2, tmp_path, tmp_path)
 
 
+# -----------------------------------------------------------------------------
+# a step
+
+
 def test_a_step_of_several_processes_sends_gradients_alone_which_take_no_memory_beside(
         monkeypatch):
     for key, value in ranks(1)[0].items():

@@ -23,6 +23,10 @@ def test_a_line_that_the_disk_refuses_is_told(capsys):
     assert 'a line of /dev/full is lost: No space left on device' in capsys.readouterr().err
 
 
+# -----------------------------------------------------------------------------
+# one run at a time in a folder
+
+
 def test_a_folder_in_use_is_refused_and_may_be_evaluated(tiny, trained, capsys, monkeypatch):
     tiny = [*tiny, f'--out_dir={trained}', '--init_from=resume']
     before = (trained / 'metrics.jsonl').read_bytes()

@@ -152,6 +152,10 @@ def test_the_evaluation_is_added_to_a_checkpoint_that_is_valid_at_each_moment(
     assert again.state == {**found.state, 'val_loss': 1.5} and iterations(tmp_path) == [10]
 
 
+# -----------------------------------------------------------------------------
+# damage
+
+
 def test_a_directory_without_its_final_name_is_no_checkpoint_and_is_removed(save, tmp_path):
     found = save(10)
     os.rename(found.path, found.path.with_name('iter-00000010.tmp'))

@@ -53,6 +53,10 @@ def test_a_step_never_waits_for_the_device(optimizer, dtype):
     assert reads.found  # else this test would see nothing
 
 
+# -----------------------------------------------------------------------------
+# what is computed again
+
+
 @pytest.mark.parametrize('kind, n', [('selective', 8), ('full', 11)])
 def test_a_compiled_block_of_a_sharded_model_computes_again_what_its_kind_says(
         kind, n, monkeypatch):

@@ -6,7 +6,15 @@ import shutil
 
 import pytest
 import torch
-from helpers import TINY, launch, lines, one_benchmark, options, same, weights
+from helpers import (
+    TINY,
+    launch,
+    lines,
+    one_benchmark,
+    options,
+    same,
+    weights,
+)
 
 import train
 from plaingpt.training import checkpoint as checkpoints

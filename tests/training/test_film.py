@@ -3,6 +3,8 @@
 import base64
 import json
 import re
+import shutil
+import subprocess
 from types import SimpleNamespace
 
 import numpy as np
@@ -87,6 +89,9 @@ def test_with_fsdp_there_is_no_film(tiny, tmp_path):
     assert 'no film: with parallel=fsdp' in said and not (tmp_path / 'out/film.jsonl').exists()
 
 
+# -----------------------------------------------------------------------------
+# the page
+
 HOSTILE = '</script><b id="bold">\u202ebold</b>\x1b[31m'
 
 
@@ -107,4 +112,30 @@ def test_the_page_has_all_of_the_film_and_names_no_other_place(page):
     assert not re.search(r'https?://|src=|@import|url\(', text) and len(text) < 500_000
     shown = json.loads(re.search(r'application/json">(.*?)</script>', text)[1])
     assert shown == moments(page.folder) and shown[-1]['sample'] == HOSTILE
-    assert '<b id' not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('width', [500, 1600])
+def test_a_browser_shows_it(page, tmp_path, width):
+    if not (browser := shutil.which('chromium')):
+        pytest.skip('needs chromium')
+    # The page says what is shown, moves the slider, and whether all fits the width.
+    told = page.path.read_text() + '''<script>
+      onerror = message => { document.title = message; };
+      slider.value = 0; slider.oninput();
+      const first = $('.passage').innerHTML; go(moments.length - 1); $('canvas').click();
+      $('.passage span:nth-child(6)').onpointerover();
+      document.title = JSON.stringify([$('#at').textContent,
+        first !== $('.passage').innerHTML, $('.sample').textContent, $('#bold') === null,
+        $('ol').children.length, $('canvas').className,
+        document.documentElement.scrollWidth <= innerWidth]);</script>'''
+    (tmp_path / 'told.html').write_text(told)
+    done = subprocess.run(
+        [browser, '--headless', '--no-sandbox', '--disable-gpu', f'--window-size={width},900',
+         f'--user-data-dir={tmp_path}/profile', '--dump-dom', f'file://{tmp_path}/told.html'],
+        capture_output=True, text=True, timeout=120)
+    [title] = re.findall('<title>(.*?)</title>', done.stdout)
+    at, moves, sample, is_text, guesses, large, fits = json.loads(
+        title.replace('&lt;', '<').replace('&gt;', '>').replace('&amp;', '&'))
+    assert (at, guesses, large) == ('iteration 6', 5, 'large')
+    assert moves and is_text and fits and sample.startswith('</script><b id="bold">')

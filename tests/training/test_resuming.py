@@ -116,6 +116,10 @@ def test_a_run_that_patience_ended_stays_ended_until_told_otherwise(tiny, tmp_pa
         assert ('stopped after iteration 2, patience=2' in capsys.readouterr().out) == (end == 2)
 
 
+# -----------------------------------------------------------------------------
+# the settings of a resumed run
+
+
 def test_what_the_command_line_says_changes_the_settings_of_the_run_and_what_follows_from_them(
         out, tmp_path, capsys):
     (tmp_path / 'more.py').write_text('max_iters = max_iters + 1\ngrad_clip = grad_clip / 2\n')
@@ -148,6 +152,10 @@ def test_fewer_iterations_than_the_run_has_are_refused_where_the_command_names_t
     assert checkpoints.find(out).iter_num == 5
 
 
+# -----------------------------------------------------------------------------
+# going back
+
+
 def test_going_back_keeps_all_of_the_later_steps_in_the_archive(tiny, out):
     bad_steps = [{'iter': i, 'loss': ['nan']} for i in (1, 5)]
     (out / 'anomalies.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in bad_steps))
@@ -168,6 +176,10 @@ def test_a_restart_by_torchrun_does_not_go_back_once_more(tiny, out, monkeypatch
     train.main([*back, '--max_iters=5'])
     assert [row['iter'] for row in lines(out, 'loss')] == [1, 2, 3, 4, 5]
     assert not (out / 'old-002').exists()
+
+
+# -----------------------------------------------------------------------------
+# a new run where an earlier one is
 
 
 def contents(folder):
@@ -191,6 +203,10 @@ def test_a_run_that_is_refused_leaves_the_earlier_one_as_it_was(tiny, earlier):
             train.main([*tiny, wrong])
     train.main([*tiny, '--check=True'])
     assert contents(earlier) == before
+
+
+# -----------------------------------------------------------------------------
+# killed while it writes
 
 
 def test_a_run_killed_while_it_saves_goes_on_to_the_same_bits(tiny, tmp_path):

@@ -23,6 +23,10 @@ def tiny(tiny):
     return [option for option in tiny if not option.startswith(('--max_iters', '--lr_decay'))]
 
 
+# -----------------------------------------------------------------------------
+# minutes
+
+
 def test_a_run_of_minutes_draws_eight_points_and_evaluates_for_a_tenth_of_the_time(monkeypatch):
     before = {'eval_interval': 230, 'log_interval': 50, 'eval_iters': 20}
     fast, slow = (0.01, 0.2), (0.8, 11.0)  # seconds of a step, of an evaluation
@@ -150,6 +154,10 @@ def test_two_processes_agree_on_the_iterations_that_fit(tiny, tmp_path):
                     '--log_interval=10', '--check=False')
     state = checkpoints.find(tmp_path / 'out').state
     assert state['iter_num'] == state['config']['max_iters'] > 0
+
+
+# -----------------------------------------------------------------------------
+# a recipe whose size follows from the time
 
 
 def test_a_recipe_for_own_text_is_larger_where_there_is_more_time_or_text(char_data, monkeypatch):

@@ -1,10 +1,14 @@
 """Who may import whom, and how large files may be, by reading all files."""
 
 import ast
+import subprocess
 import sys
 from functools import cache
 from graphlib import TopologicalSorter
+from itertools import combinations
+from pathlib import Path
 
+import pytest
 from helpers import ROOT
 
 CODE = sorted({*ROOT.glob('*.py'), *ROOT.glob('plaingpt/**/*.py'), *ROOT.glob('tools/*.py')}
@@ -82,6 +86,12 @@ def test_no_module_imports_itself_by_way_of_others():
                             for module, path in FILES.items()}).static_order())
 
 
+def test_the_network_needs_torch_only():
+    wrong = [name for name in imports(ROOT / 'model.py', local=False)
+             if name.split('.')[0] not in sys.stdlib_module_names | {'torch'}]
+    assert not wrong, f'model.py → {wrong}'
+
+
 def test_importing_a_module_needs_only_the_core_packages():
     known = sys.stdlib_module_names | CORE | {name.split('.')[0] for name in FILES}
     wrong = [f'{path.relative_to(ROOT)} → {name}: import it where it is used'
@@ -113,3 +123,21 @@ def test_files_and_functions_are_short():
                 wrong.append(f'{name}: {node.name} has {node.end_lineno - node.lineno + 1} lines, '
                              'of 60 at most')
     assert not wrong, '\n'.join(wrong)
+
+
+def test_no_two_files_have_names_that_differ_by_a_letter():
+    def shortened(name):
+        return {name, *(name[:k] + name[k + 1:] for k in range(len(name)))}
+
+    names = {path.stem for path in CODE} - {'__init__'}
+    assert not [pair for pair in combinations(sorted(names), 2)
+                if shortened(pair[0]) & shortened(pair[1])]
+
+
+def test_the_root_is_seen_at_a_glance():
+    if not (ROOT / '.git').exists():
+        pytest.skip('not a git checkout: what is tracked is not known')
+    tracked = subprocess.run(['git', 'ls-files'], cwd=ROOT, capture_output=True, text=True,
+                             check=True).stdout.splitlines()
+    entries = {Path(name).parts[0] for name in tracked if not name.startswith('.')}
+    assert len(entries) <= 28, sorted(entries)

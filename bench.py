@@ -7,13 +7,14 @@
                                                         all pairs of their values
     python bench.py config/quickstart.py --variants=mine.py
                                                         variants = {'name': {'key': value}, …}
-    python bench.py config/quickstart.py --judge --against=HEAD
-                                                        is the code as it is here better?
+    python bench.py config/quickstart.py --judge --seeds=8
+                                                        is the code as it is here better than HEAD?
 """
 
 import datetime
 import shlex
 import sys
+import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from model import Positive
 from plaingpt.data.corpora import find_dataset_size
 from plaingpt.data.dataset import open_data
 from plaingpt.experiments import runs, tables
-from plaingpt.experiments.judge import judge
+from plaingpt.experiments.judge import copy_sides, of_side, verdict
 from plaingpt.experiments.speed import measure_speed
 from plaingpt.monitoring.run_record import read_rows
 from plaingpt.monitoring.run_report import draw_runs
@@ -32,7 +33,6 @@ from plaingpt.system import devices
 from plaingpt.system.distributed import launched_world
 from plaingpt.system.errors import UserError, run_script, warn
 from plaingpt.system.files import make_writable
-from plaingpt.system.formatting import count_of
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.settings import TrainConfig
 
@@ -45,9 +45,8 @@ class BenchConfig(TrainConfig):
     judge: bool = False  # whether the code as it is here trains better than that of a commit
     # benchmark: how
     against: str = 'HEAD'  # judge: the commit
-    pairs: Positive = 8  # judge: at most; --minutes limits them, too
     steps: Positive = 10  # speed: to time; a figure is their median
-    seeds: Positive = 3  # variants, sweep: runs of each training
+    seeds: Positive = 3  # variants, sweep, judge: runs of each training
     save: str = ''  # folder for the results; trainings have out-experiments by default
 
     def problems(self):
@@ -59,18 +58,22 @@ class BenchConfig(TrainConfig):
         chosen = [key for key in ('variants', 'sweep', 'judge') if getattr(self, key)]
         if len(chosen) > 1:
             found.append(f'one at a time: {", ".join(chosen)}')
+        if self.judge and self.seeds == 1:
+            found.append('judge takes two seeds or more: one says nothing of chance')
         return found
-
-    def takes_minutes(self):
-        return self.judge
 
 
 def training_words(argv):
     """A command line of bench.py → the config files and settings that train.py takes"""
     own = {field.name for field in fields(BenchConfig)} - {
-        field.name for field in fields(TrainConfig)} | {'minutes', 'out_dir'}
+        field.name for field in fields(TrainConfig)} | {'out_dir'}
     return [word for word in argv
             if not word.startswith('--') or word[2:].partition('=')[0] not in own]
+
+
+def shape_and_dtype(config, device):
+    shape = config.gpt_config(find_dataset_size(config.dataset, config.vocab_size)[0])
+    return shape, choose_training_dtype(config, shape, device)[0]
 
 
 def measure_step(config, device):
@@ -79,8 +82,7 @@ def measure_step(config, device):
     devices.prepare_device(device)
     torch.manual_seed(config.seed)
     compile, _ = devices.choose_compile(config.compile, device)
-    shape = config.gpt_config(find_dataset_size(config.dataset, config.vocab_size)[0])
-    dtype, _ = choose_training_dtype(config, shape, device)
+    shape, dtype = shape_and_dtype(config, device)
     return measure_speed(config, shape, device, dtype, compile)
 
 
@@ -113,6 +115,21 @@ def measure_variants(config, argv, folder):
     return rows, runs.format_comparison(runs.compare(rows))
 
 
+def judge(config, argv, device):
+    """Train the code of a commit and the code as it is here → (a row for each run, their table and
+    the verdict, the exit status)."""
+    open_data(config, launched_world())  # prepares a small corpus, where both find it
+    same = {'report': False, 'dtype': shape_and_dtype(config, device)[1]}
+    words = words_of({'base': same, 'change': same}, config, argv)
+    with tempfile.TemporaryDirectory(prefix='plaingpt-judge-') as folder:
+        trees = copy_sides(config.against, Path(folder))
+        rows = runs.train_all({side: {seed: [of_side(trees[side], word) for word in told]
+                                      for seed, told in words[side].items()} for side in words},
+                              f'{folder}/runs', trees)
+    said, status = verdict(rows)
+    return rows, f'{runs.format_comparison(runs.compare(rows))}\n\n{said}', status
+
+
 def main(argv):
     config, status = load_config(BenchConfig, argv, __doc__), 0
     device, _ = devices.choose_device(config.device)
@@ -125,10 +142,7 @@ def main(argv):
     if trains:
         rows, text = measure_variants(config, argv, f'{folder}/{name}')
     elif config.judge:
-        print(f'training up to {count_of(config.pairs, "pair")}: {config.against}, and the code '
-              'as it is here …', file=sys.stderr)
-        open_data(config, launched_world())  # prepares a small corpus, where both find it
-        rows, text, status = judge(config, training_words(argv))
+        rows, text, status = judge(config, argv, device)
     else:
         row, text = measure_step(config, device)
         rows = [row]

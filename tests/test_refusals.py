@@ -137,6 +137,7 @@ bench --variants=yours.py                   → variants=yours.py: no such file;
 bench --variants=grid --batch_size=6        → batch_size=6
 bench --memory                              → python plan.py CONFIG says
 bench --minutes=3                           → minutes=3.0 is for train.py
+bench --judge --seeds=1                     → judge takes two seeds
 bench --save=text.txt                       → save=text.txt
 bench --variants=LINE.py variants = ["conv"] → variants=LINE.py: it must define variants = {'name':
 bench --variants=LINE.py variants = {"none": {"conf": 0}} → variant 'none': unknown key 'conf'

@@ -99,10 +99,12 @@ def summarize(folder):
             'dtype': run['dtype'], 'dataset': run['config']['dataset']}
 
 
-def train_all(variants, folder):
+def train_all(variants, folder, trees=None):
     """Train {variant: {seed: words of train.py}} in folders of `folder` → [a dict for each run],
     seed after seed, so that a machine whose speed drifts is fair to all variants. A run that fails
-    has None for its numbers. Raises UserError where the first one fails."""
+    has None for its numbers. Raises UserError where the first one fails.
+
+    trees: {variant: the folder of its code}, where that is not this one"""
     order = [(name, seed, of_seeds[seed]) for seed in next(iter(variants.values()))
              for name, of_seeds in variants.items()]
     print(f'{count_of(len(order), "run")}, in {folder}', file=sys.stderr)
@@ -112,7 +114,7 @@ def train_all(variants, folder):
         where = re.sub(r'[^\w =,.+×-]', lambda found: f'%{ord(found[0]):02x}', name)
         run = {'variant': name, 'seed': seed, 'folder': str(Path(folder, f'{where},seed={seed}'))}
         try:
-            run |= train_once(words, run['folder'])
+            run |= train_once(words, run['folder'], (trees or {}).get(name))
         except UserError as problem:
             if not runs:
                 raise

@@ -46,6 +46,7 @@ REMOVED = {
     'json': 'plan.py prints text, and bench.py --save=FOLDER writes a CSV',
     'memory': 'python plan.py CONFIG says what memory a step takes, by stage and owner',
     'ledger': 'give bench.py --judge --save=FOLDER',
+    'pairs': 'bench.py --judge trains --seeds=N runs of each side',
     'equal': 'bench.py --judge says what a step takes',
     **dict.fromkeys(('patch', 'change', 'set', 'least'), JUDGE),
     'profile': 'torch.profiler.profile() around a step shows where its time goes',

@@ -43,7 +43,7 @@ def test_runs_that_cannot_be_compared_are_an_error():
     good = [dict(variant=name, seed=seed, final_loss=3.0, step_ms=1.0, dataset='a')
             for name in ('base', 'change') for seed in (1, 2)]
     for broken in ({'dataset': 'b'}, {'dataset': None, 'final_loss': None}, {'final_loss': None}):
-        with pytest.raises(UserError, match='one side failed|is not finite'):
+        with pytest.raises(UserError, match=r'one side failed|is not finite'):
             judge.verdict([*good[:3], {**good[3], **broken}])
 
 

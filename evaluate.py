@@ -1,14 +1,13 @@
 """Measure how good a model is.
 
     python evaluate.py out                                             # its validation split
-    python evaluate.py out --tasks=test
     python evaluate.py out --tasks=text --data=book.txt
     python evaluate.py --init_from=gpt2 --tasks=hellaswag,lambada_openai
     torchrun --nproc_per_node=8 evaluate.py out --tasks=val,hellaswag --output=scores.json
 
-Tasks: val, test and train are the splits of a dataset and text is a file, scored as a whole by
-loss, perplexity and bits per byte; of conversations, what the assistant says is scored. All others
-are those of lm-evaluation-harness, package lm_eval, or .yaml files of tasks for it.
+Tasks: val and train are the splits of a dataset and text is a file, scored as a whole by loss,
+perplexity and bits per byte; of conversations, what the assistant says is scored. All others are
+those of lm-evaluation-harness, package lm_eval, or .yaml files of tasks for it.
 """
 
 import math
@@ -36,14 +35,14 @@ from plaingpt.system.files import write_json
 from plaingpt.training.evaluation import mean_loss
 from plaingpt.training.open_weights import ModelChoice, load
 
-OURS = ('val', 'test', 'train', 'text')
+OURS = ('val', 'train', 'text')
 
 
 @dataclass
 class EvaluateConfig(ModelChoice):
     # tasks
-    tasks: str = 'val'  # val, test, train, text, or those of lm_eval; several with commas
-    dataset: str = ''  # of val, test and train, as in training; empty: the run's
+    tasks: str = 'val'  # val, train, text, or those of lm_eval; several with commas
+    dataset: str = ''  # of val and train, as in training; empty: the run's
     data: str = ''  # file of the task text
     limit: Annotated[int, 'at least 0'] = 0  # questions of each task of lm_eval; 0 for all
     # system
@@ -54,6 +53,9 @@ class EvaluateConfig(ModelChoice):
 
     def problems(self):
         found = []
+        if 'test' in self.tasks.split(','):
+            found.append('tasks=test: there is no test split: prepare the text as a dataset of its '
+                         'own, and score it with --dataset=NAME')
         if ('text' in self.tasks.split(',')) != bool(self.data):
             found.append('tasks=text goes with --data=FILE, the file to score')
         if self.output and not Path(self.output).parent.is_dir():
@@ -93,7 +95,7 @@ def text_loader(path, tokenizer, block_size, batch_size, **settings):
 
 def loaders(task, config, model, tokenizer, state, **settings):
     """Yield (name of a corpus, what is scored, its loader, UTF-8 bytes of each token or None) of
-    val, test, train or text; a mixture has several. settings: of BatchLoader"""
+    val, train or text; a mixture has several. settings: of BatchLoader"""
     shape = model.config.block_size, config.batch_size
     if task == 'text':
         yield '', config.data, text_loader(config.data, tokenizer, *shape, **settings), \

@@ -11,6 +11,7 @@
 After a kill, the same command goes on after the last finished file of tokens.
 """
 
+import math
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from plaingpt.data.documents import open_source
 from plaingpt.data.encoding import write_tokens
 from plaingpt.data.inspection import inspect
 from plaingpt.data.shards import read_progress, write_dataset
-from plaingpt.data.splitting import VAL_CHARS, Shares
+from plaingpt.data.splitting import VAL_CHARS
 from plaingpt.data.tokenizer_choice import (
     borrow_tokenizer,
     checksum,
@@ -38,8 +39,6 @@ from plaingpt.data.tokenizers import is_chat
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import quoted
 from plaingpt.system.machine import allowed_cpus
-
-Fraction = Annotated[float, 'at least 0 and below 1']
 
 
 @dataclass
@@ -58,8 +57,8 @@ class PrepareConfig:
     encoding: str = 'utf-8'  # of all files: latin-1, cp1252, utf-16, or another
     # how much
     max_tokens: int | str = 0  # to train on, such as 100M or 1.5B (0: all); then reading ends
-    val_fraction: Literal['auto'] | Fraction = 'auto'  # held out (auto: 0.1, up to 1M tokens)
-    test_fraction: Fraction = 0.0  # held out too, for evaluate.py --tasks=test (0: none)
+    val_fraction: Literal['auto'] | Annotated[float, 'at least 0 and below 1'] = \
+        'auto'  # held out (auto: 0.1, up to 1M tokens)
     # how
     tokenizer: str = 'auto'  # char, byte, gpt2, bpe:SIZE, dataset, run, model (auto: listed)
     shard_tokens: Annotated[int, 'at least 1'] = 100_000_000  # tokens a file
@@ -156,8 +155,9 @@ def prepare_text(name, corpus, folder, config):
         raise UserError(f'max_tokens: {source.name} is one running text and has no documents: say '
                         'what a document is with --documents=file or line')
     command = describe_command(name, config, borrowed, identity=source.identity())
-    shares = Shares(0.1, config.test_fraction, VAL_CHARS) if config.val_fraction == 'auto' \
-        else Shares(config.val_fraction, config.test_fraction)
+    held_out = config.val_fraction, math.inf
+    if config.val_fraction == 'auto':
+        held_out = 0.1, VAL_CHARS
 
     def write(unfinished):
         progress = read_progress(unfinished, command)
@@ -166,7 +166,7 @@ def prepare_text(name, corpus, folder, config):
         if is_of_chat and not is_chat(tokenizer):
             tokenizer = ChatTokenizer(tokenizer, plain_template(tokenizer))
         threads = len(allowed_cpus()) if config.num_proc == 'auto' else config.num_proc
-        write_tokens(source, tokenizer, unfinished, command, progress, shares,
+        write_tokens(source, tokenizer, unfinished, command, progress, held_out,
                      shard_tokens=config.shard_tokens, threads=threads, max_tokens=max_tokens)
 
     write_dataset(folder, command, config.overwrite, write)

@@ -85,7 +85,7 @@ evaluate out-none                           → out-none: no checkpoint there
 evaluate run --tasks=text                   → goes with --data
 evaluate run --tasks=val --data=x           → goes with --data
 evaluate run --tasks=text --data=none       → No such file
-evaluate run --tasks=test                   → no test.bin there: prepare it with --test_fraction
+evaluate run --tasks=test                   → score it with --dataset=NAME
 evaluate run --batch_size=0                 → batch_size
 evaluate run --dataset=nowhere              → nowhere is not prepared
 evaluate run --output=no/folder             → its folder is not there

@@ -11,7 +11,7 @@ from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import short
 
 # The kinds of corpora, and what of prepare.py's options each takes.
-ENCODING = 'val_fraction test_fraction tokenizer shard_tokens num_proc'
+ENCODING = 'val_fraction tokenizer shard_tokens num_proc'
 OPTIONS = {
     'text': f'{ENCODING} encoding documents text_field max_tokens',
     'chat': f'{ENCODING} encoding prompt completion',

@@ -19,8 +19,9 @@ from plaingpt.system.files import command, read_json
 from plaingpt.system.formatting import quoted
 
 FORMAT_VERSION = 1
+SPLITS = ('train', 'val')
 MASK_ENDING = '_mask.bin'  # of the file that says which tokens of NAME.bin count in the loss
-TOKEN_FILES = re.compile(r'(train|val|test)(_\d{6})?(_mask)?\.bin')  # that prepare.py writes
+TOKEN_FILES = re.compile(r'(train|val|test)(_\d{6})?(_mask)?\.bin')  # of this version or earlier
 VERIFIED_TOKENS = 2**27  # a larger split is not read whole before a run: it would take a second
 QUESTIONS = 3  # of the validation split, for samples of a tuned model
 UNFINISHED = 'unfinished'  # prepare.py's folder for files that are not complete yet
@@ -68,10 +69,6 @@ class Dataset:
         """Whether it holds conversations, where only some tokens count in the loss."""
         return 'learned' in self.split_entry('train')
 
-    def held_out(self):
-        """The names of the splits that are not for training: val, and test where there is one."""
-        return ('val', 'test') if self.split_entry('test') or self._bare_files('test') else ('val',)
-
     def is_ours(self):
         """Whether prepare.py wrote the folder, so that meta.json has its checksums."""
         return 'splits' in self.meta
@@ -104,7 +101,7 @@ class Dataset:
         return {'tokenizer': self.tokenizer_json(), 'data': self.identity('train')}
 
     def split(self, name):
-        """The token stream of 'train', 'val' or 'test'. Raises UserError."""
+        """The token stream of 'train' or 'val'. Raises UserError."""
         files, masks = self._open(name)
         if masks:
             from plaingpt.data.packing import ConversationTokens  # with torch
@@ -137,8 +134,7 @@ class Dataset:
                                  file['sha256'], file.get('offset')) for file in entries] \
                 or [open_tokens(path, dtype) for path in self._bare_files(split)]
             if not files:
-                hint = ': prepare it with --test_fraction=0.01' if split == 'test' else ''
-                raise UserError(f'{self.folder}: no {split}.bin there{hint}')
+                raise UserError(f'{self.folder}: no {split}.bin there')
             masks = [open_tokens(self.folder / mask_name(file['name']), np.dtype('u1'),
                                  file['tokens'], file['mask_sha256'])
                      for file in entries if self.has_mask()]

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from plaingpt.data.dataset import MASK_ENDING
+from plaingpt.data.dataset import MASK_ENDING, SPLITS
 from plaingpt.data.shards import ShardWriter, write_meta, write_progress
-from plaingpt.data.splitting import SPLITS, put_in_splits
+from plaingpt.data.splitting import put_in_splits
 from plaingpt.data.tokenizers import is_chat
 from plaingpt.system.errors import progress_bar
 from plaingpt.system.formatting import count_of, short
@@ -29,19 +29,19 @@ class Encoded(NamedTuple):
     loss_mask: np.ndarray | None = None  # conversations: 1 for each id that counts in the loss
 
 
-def write_tokens(source, tokenizer, folder, command, progress, shares, *, shard_tokens, threads,
+def write_tokens(source, tokenizer, folder, command, progress, held_out, *, shard_tokens, threads,
                  max_tokens=0):
     """Encode `source` into shards and meta.json in `folder`. Raises UserError.
 
     command: everything that decides the content, as meta.json has it
     progress: what shards.read_progress found: preparation goes on from there
+    held_out: what put_in_splits takes
     max_tokens: to train on, 0 for all
     """
     chat = is_chat(tokenizer)  # then the texts are conversations as JSON
     dtype = np.dtype('<u2' if tokenizer.vocab_size <= 2**16 else '<u4')
     columns = {'.bin': dtype, **({MASK_ENDING: np.dtype('u1')} if chat else {})}
-    writers = {split: ShardWriter(folder, split, shard_tokens, columns)
-               for split in SPLITS[:3 if shares.test else 2]}
+    writers = {split: ShardWriter(folder, split, shard_tokens, columns) for split in SPLITS}
     for split in writers if progress else ():
         writers[split].go_back(progress['splits'][split])
     train, started = writers['train'], time.monotonic()
@@ -50,7 +50,7 @@ def write_tokens(source, tokenizer, folder, command, progress, shares, *, shard_
         print(f'resuming after {done:,} tokens that are written already')
     encode = partial(encode_conversations, tokenizer, dtype) if chat else partial(
         encode_batch, tokenizer, None if source.is_one_text else tokenizer.end_of_text, dtype)
-    pieces = put_in_splits(source, shares, tokenizer.end_of_text is None)
+    pieces = put_in_splits(source, held_out, tokenizer.end_of_text is None)
     count = progress.get('count', 0)  # pieces that are written
     with closing(pieces), progress_bar('encoding', max_tokens or source.total,
                                        'tokens' if max_tokens else source.unit) as bar:

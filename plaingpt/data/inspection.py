@@ -7,7 +7,7 @@ from itertools import groupby
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from plaingpt.data.dataset import open_dataset
+from plaingpt.data.dataset import SPLITS, open_dataset
 from plaingpt.system.errors import UserError, progress_bar, warn
 from plaingpt.system.formatting import count_of, printable
 
@@ -17,7 +17,7 @@ SHOWN_TOKENS, SHOWN_TOKENS_OF_CHAT = 24, 300
 def find_damage(dataset):
     """Read all of a dataset, and compare it with meta.json → a list of problems, one line each."""
     problems = []
-    for split in ('train', *dataset.held_out()):
+    for split in SPLITS:
         try:
             dataset.split(split).verify()
         except UserError as problem:
@@ -43,13 +43,12 @@ def print_report(dataset):
     tokenizer, meta = dataset.tokenizer(), dataset.meta
     print(f'{dataset.folder}: {tokenizer.to_json()["kind"]} tokenizer, {dataset.vocab_size:,} '
           f'tokens, {meta.get("dtype", "uint16")}')
-    for split in ('train', *dataset.held_out()):
+    for split in SPLITS:
         stream = dataset.split(split)
         print(describe_split(dataset, split))
         print(f'    {excerpt(stream, tokenizer)}')
-    for split in dataset.held_out():
-        entry = dataset.split_entry(split)
-        print_overlap(split, entry if 'in_train' in entry else compare_with_train(dataset, split))
+    entry = dataset.split_entry('val')
+    print_overlap(entry if 'in_train' in entry else compare_with_train(dataset))
 
 
 def describe_split(dataset, split):
@@ -86,18 +85,17 @@ def excerpt(stream, tokenizer):
     return text
 
 
-def print_overlap(split, entry):
-    """Print how much of a split is in the training split: a warning where the loss on it cannot be
-    believed."""
-    name = 'validation' if split == 'val' else split
-    for key, what in (('in_train', f'{name} text is'), ('lines_in_train', f'lines of {name} '
+def print_overlap(entry):
+    """Print how much of the validation text is in the training split: a warning where the
+    validation loss cannot be believed."""
+    for key, what in (('in_train', 'validation text is'), ('lines_in_train', 'lines of validation '
                       'text, whatever their numbers, are')):
         if entry.get(key) is None:
             continue
         line = f'{100 * entry[key]:.3g}% of the {what} also in the training split'
         if entry[key] > MUCH_IN_TRAIN:
-            warn(f'{line}, so the {name} loss says little about new text: remove the copies from '
-                 'the input, or hold out other text (python prepare.py hf … --val_split=…)')
+            warn(f'{line}, so the validation loss says little about new text: remove the copies '
+                 'from the input, or hold out other text (python prepare.py hf … --val_split=…)')
         else:
             print(line)
 
@@ -116,18 +114,18 @@ LINE_CHARS = 20  # shorter lines are everywhere
 LINE_TOKENS = 2**21  # of each split, to compare their lines
 
 
-def compare_with_train(dataset, split):
-    """How much of a split is in the training split → {'in_train': the share of its sequences}, and
-    'lines_in_train', the share of its lines, where documents are short. {} where the split is too
-    short to say."""
-    train, held_out = dataset.split('train'), dataset.split(split)
-    share = find_overlap(train, held_out)
+def compare_with_train(dataset):
+    """How much of the validation split is in the training split → {'in_train': the share of its
+    sequences}, and 'lines_in_train', the share of its lines, where documents are short. {} where
+    it is too short to say."""
+    train, val = map(dataset.split, SPLITS)
+    share = find_overlap(train, val)
     if share is None:
         return {}
     if dataset.has_mask() or \
-            len(held_out) >= SHORT_TOKENS * dataset.split_entry(split).get('documents', 0):
+            len(val) >= SHORT_TOKENS * dataset.split_entry('val').get('documents', 0):
         return {'in_train': share}
-    lines, known = (read_lines(stream, dataset.tokenizer()) for stream in (held_out, train))
+    lines, known = (read_lines(stream, dataset.tokenizer()) for stream in (val, train))
     known = {*known}
     copies = sum(line in known for line in lines)
     return {'in_train': share, 'lines_in_train': copies / max(1, len(lines))}

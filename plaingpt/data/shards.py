@@ -105,19 +105,18 @@ class ShardWriter:
 
 
 def write_meta(folder, dtype, tokenizer, splits, command):
-    """Write meta.json, also how much of the text that is held out is in the training split.
+    """Write meta.json, also how much of the validation text is in the training split.
     tokenizer: what made the tokens; splits: the entry of each. Raises UserError where a split
     stayed empty."""
     for split, entry in splits.items():
         if not entry['tokens']:
             raise UserError(f'{command["input"]}: the {split} split would be empty: use more text, '
-                            'or change --val_fraction, --test_fraction or the names of the splits')
+                            'or change --val_fraction or the names of the splits')
     meta = {'format_version': FORMAT_VERSION, 'dtype': dtype.name,
             'vocab_size': tokenizer.vocab_size, 'tokenizer': tokenizer.to_json(),
             'splits': splits, 'source': command}
     dataset = Dataset(folder, meta, tokenizer.vocab_size)
-    for split in dataset.held_out():
-        splits[split] |= compare_with_train(dataset, split)
+    splits['val'] |= compare_with_train(dataset)
     write_json(folder / 'meta.json', meta)
 
 

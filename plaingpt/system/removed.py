@@ -66,7 +66,7 @@ REMOVED = {
     'model_name': 'serve.py answers whatever model a request names',
     'max_waiting': 'serve.py lets 16 requests wait',
     'max_tokens': 'a request to serve.py says its own, and sample.py has max_new_tokens',
-    'split': 'evaluate.py takes it as a task: --tasks=test',
+    'split': 'evaluate.py takes it as a task: --tasks=train',
     'include_path': 'name the .yaml file of a task of your own: --tasks=mine.yaml',
     'num_fewshot': 'lm_eval itself takes it, on a folder that export.py wrote',
     'lm_eval': 'name its tasks with --tasks=TASK',
@@ -79,6 +79,7 @@ REMOVED = {
     'path': '--input names it',
     'errors': '--encoding says what the bytes of a text are; iconv -c drops those that are none',
     'test_split': 'prepare it as a dataset of its own, with --split, for evaluate.py --dataset',
+    'test_fraction': 'prepare text to test on as a dataset of its own, for evaluate.py --dataset',
     'html': 'make text of HTML pages with trafilatura or pandoc, and prepare that',
 }
 

@@ -72,7 +72,6 @@ KINDS = {
          'in/.hidden.txt': b'no', 'd.csv': table(TEXTS[60:])}, ['in/', '*.csv', 'in/a.jsonl'],
         TEXTS),
     'lines': ({'a.txt.gz': gzip.compress(LINES.encode())}, ['a.txt.gz', '--documents=line'], TEXTS),
-    'test split': ({'a.jsonl': jsonl(TEXTS)}, ['a.jsonl', '--test_fraction=0.2'], TEXTS),
     'hub': ({f'hub/train-{n:05}-of-00003.parquet': parquet(text=TEXTS[100 * n:100 * n + 100])
              for n in range(3)}, ['hub'], TEXTS),
     'chat': ({'a.jsonl': ''.join(json.dumps({'prompt': text, 'completion': text}) + '\n'

@@ -1,17 +1,13 @@
-"""Which documents are for training, for validation and for a test."""
+"""Which documents are for training and for validation."""
 
 import hashlib
-import json
-import shutil
 
 import pytest
 from corpus_files import prepared, write_parquet, write_rows
 
-import evaluate
 import prepare
-from plaingpt.data.dataset import open_dataset
 from plaingpt.data.documents import Piece
-from plaingpt.data.splitting import Shares, split_by_hash, split_by_place
+from plaingpt.data.splitting import split_by_hash, split_by_place
 
 TEXTS = [f'document {i} of the web' for i in range(1000)]
 
@@ -19,10 +15,10 @@ TEXTS = [f'document {i} of the web' for i in range(1000)]
 @pytest.mark.parametrize(('more', 'words'), [
     (['--split=train[:50%]', '--val_split=train[:10%]'], 'Bad split: train[:50%]'),
     (['--split=nope'], 'nope'), (['--text_field=body'], "no field 'body', it has 'text'"),
-    (['--test_fraction=1.5'], 'test_fraction=1.5: must be'),
+    (['--val_fraction=1.5'], 'val_fraction=1.5: must be'),
     (['--test_split=test'], 'it was removed; prepare it as a dataset of its own'),
     *((more, f'the {split} split would be empty: use more text') for more, split in (
-        ([], 'val'), (['--val_fraction=0.5', '--test_fraction=0.4999'], 'train')))])
+        ([], 'val'), (['--val_fraction=0.99999'], 'train')))])
 def test_shares_and_splits_that_cannot_be_are_refused(more, words, tmp_path, refused):
     write_parquet(tmp_path / 'hub/train.parquet', ['a text'])
     assert words in refused('hf', f'{tmp_path}/hub', *more)
@@ -32,9 +28,8 @@ def test_shares_and_splits_that_cannot_be_are_refused(more, words, tmp_path, ref
 # a hash of the text
 
 
-def sides(texts, *fractions):
-    pieces = [Piece(text, True) for text in texts]
-    return [split for split, *_ in split_by_hash(pieces, Shares(*fractions))]
+def sides(texts, share):
+    return [split for split, *_ in split_by_hash([Piece(text, True) for text in texts], share)]
 
 
 def test_the_side_of_a_document_is_that_of_earlier_versions_whatever_white_space_ends_it():
@@ -46,7 +41,7 @@ def test_the_side_of_a_document_is_that_of_earlier_versions_whatever_white_space
 
 
 def test_documents_keep_their_side_when_others_come_and_go():
-    assert sides(TEXTS[::3], 0.1, 0.2) == sides(TEXTS, 0.1, 0.2)[::3]
+    assert sides(TEXTS[::3], 0.1) == sides(TEXTS, 0.1)[::3]
 
 
 @pytest.mark.parametrize('kind', ['rows', 'hub', 'hub, max_tokens', 'files'])
@@ -70,19 +65,11 @@ def test_more_of_a_corpus_has_the_same_validation_text(kind, tmp_path, monkeypat
     assert vals[0] == vals[1] == vals[2]
 
 
-def test_a_test_share_takes_from_training_and_leaves_validation_as_it_was():
-    without, held_out = sides(TEXTS, 0.2), sides(TEXTS, 0.2, 0.3)
-    assert [split == 'val' for split in without] == [split == 'val' for split in held_out]
-    assert 150 < held_out.count('val') < 250 and 240 < held_out.count('test') < 360
-    more = sides(TEXTS, 0.2, 0.4)  # what was for the test still is
-    assert all(b == 'test' for a, b in zip(held_out, more, strict=True) if a == 'test')
-
-
 def test_each_split_gets_its_share_of_a_long_document():
     for name in 'abc':
         pieces = [Piece(f'{name}{i}', i == 0) for i in range(200)]
-        found, _, begins = zip(*split_by_hash(pieces, Shares(0.1, 0.2)), strict=True)
-        assert abs(found.count('val') - 20) <= 2 and abs(found.count('test') - 40) <= 2
+        found, _, begins = zip(*split_by_hash(pieces, 0.1), strict=True)
+        assert abs(found.count('val') - 20) <= 2
         thirds = [found[i:i + 66].count('val') for i in (0, 66, 132)]
         assert min(thirds) >= 4  # from all over it
         # what comes from two places is two documents
@@ -108,40 +95,8 @@ def test_a_running_text_is_cut_into_its_splits_wherever_its_pieces_end():
     text = ''.join(map(chr, range(100, 200)))
     for size in (1, 7, 10, 100):
         pieces = [Piece(text[i:i + size], i == 0) for i in range(0, 100, size)]
-        found = [*split_by_place(pieces, [60, 85])]
-        for split, start, end in (('train', 0, 60), ('val', 60, 85), ('test', 85, 100)):
+        found = [*split_by_place(pieces, 60)]
+        for split, start, end in (('train', 0, 60), ('val', 60, 100)):
             mine = [(part, first) for name, part, first in found if name == split]
             assert ''.join(part for part, _ in mine) == text[start:end]
             assert [first for _, first in mine] == [True] + [False] * (len(mine) - 1)
-
-
-# -----------------------------------------------------------------------------
-# a test split
-
-
-def test_the_test_split_is_told_of_and_overwrite_removes_it(tmp_path, capsys):
-    write_rows(tmp_path / 'rows.jsonl', [text * (1 + i % 9) for i, text in enumerate(TEXTS)])
-    argv = ['text', f'--input={tmp_path}/rows.jsonl', '--val_fraction=0.1', '--shard_tokens=3_000']
-    prepared(tmp_path / 'd', *argv, '--test_fraction=0.1')
-    entry = open_dataset(tmp_path / 'd').meta['splits']['test']
-    assert entry['documents'] > 60 and entry['tokens'] > 3000 and 0 <= entry['in_train'] <= 1
-    prepare.main(['inspect', f'{tmp_path}/d'])
-    said = capsys.readouterr().out
-    assert said.count(f'{entry["files"][-1]["name"]}: {entry["tokens"]:,} tokens') == 2
-    assert 'corpus: text' in said and 'no damage found' in said
-    prepared(tmp_path / 'd', *argv, '--overwrite')
-    assert not any('test' in path.name for path in (tmp_path / 'd').iterdir())
-
-
-def test_evaluate_scores_the_test_split(trained, char_data, tmp_path, capsys, monkeypatch):
-    folder = shutil.copytree(char_data, tmp_path / 'chars')
-    argv = [f'--out_dir={trained}', f'--dataset={folder}', '--device=cpu',
-            f'--output={tmp_path}/scores.json']
-    meta = open_dataset(folder).meta
-    (file,) = meta['splits']['val']['files']  # both splits are the same text
-    meta['splits']['test'] = {**meta['splits']['val'], 'files': [{**file, 'name': 'test.bin'}]}
-    (folder / 'meta.json').write_text(json.dumps(meta))
-    shutil.copy(folder / 'val.bin', folder / 'test.bin')
-    evaluate.main([*argv, '--tasks=val,test'])
-    scores = json.loads((tmp_path / 'scores.json').read_text())['results']
-    assert scores['val'] == scores['test']

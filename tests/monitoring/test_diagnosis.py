@@ -1,7 +1,6 @@
 """What is said of runs that go wrong, and that healthy ones give no alarm."""
 
 import math
-from pathlib import Path
 
 import pytest
 from helpers import options
@@ -85,14 +84,9 @@ def test_healthy_rows_give_no_alarm_however_many_there_are():
     # A value embedding has none until the gate and the projection behind it have moved.
     assert diagnose([{'iter': i, 'health/grad_norm/value_embedding.0': 0.0,
                       'health/grad_norm/h.0': 1.0} for i in (1, 2, 3)], RUN) == {}
-
-
-def test_a_single_odd_batch_is_no_divergence():
-    rows = healthy_rows()
-    for row in rows:
-        if row['iter'] == 25 and 'loss' in row:
-            row['loss'] += 5
-    assert diagnose(rows, RUN) == {}
+    # A single odd batch is no divergence.
+    assert diagnose([{**row, 'loss': 9.0} if row['iter'] == 25 and 'loss' in row else row
+                     for row in healthy_rows()], RUN) == {}
 
 
 # -----------------------------------------------------------------------------
@@ -110,30 +104,18 @@ def diagnosed(char_data, tmp_path):
     when it has ended."""
 
     def diagnosed(**changes):
-        settings = {**SMALL, 'dataset': char_data, 'out_dir': tmp_path / 'out', **changes}
-        train.main(options(**settings))
-        return names(settings['out_dir'])
+        out = tmp_path / 'out'
+        train.main(options(**{**SMALL, 'dataset': char_data, 'out_dir': out, **changes}))
+        return set(diagnose(read_rows(out / 'metrics.jsonl'), read_run(out)))
     return diagnosed
 
 
-def names(out_dir):
-    rows = read_rows(Path(out_dir, 'metrics.jsonl'))
-    return set(diagnose(rows, read_run(out_dir)))
-
-
-def spoil(monkeypatch):
-    """No gradient passes a block, and the model sees the token that it predicts."""
+def test_a_run_says_what_goes_wrong_once(monkeypatch, diagnosed, capsys):
+    # No gradient passes a block, and the model sees the token that it predicts.
     forward, on_host = Block.forward, BatchLoader._on_host
     monkeypatch.setattr(Block, 'forward', lambda self, x, *rest: forward(self, x.detach(), *rest))
-
-    def not_shifted(self, starts):
-        idx, _ = on_host(self, starts)
-        return idx, idx.clone()
-    monkeypatch.setattr(BatchLoader, '_on_host', not_shifted)
-
-
-def test_a_run_says_what_goes_wrong_once(monkeypatch, diagnosed, capsys):
-    spoil(monkeypatch)
+    monkeypatch.setattr(BatchLoader, '_on_host',
+                        lambda self, starts: (on_host(self, starts)[0],) * 2)
     found = diagnosed(n_layer=3, max_iters=60, lr_decay_iters=60, learning_rate=3e-2,
                       tied_head=False)
     assert found >= {'implausible', 'no_gradient'}
@@ -142,21 +124,17 @@ def test_a_run_says_what_goes_wrong_once(monkeypatch, diagnosed, capsys):
     assert out.index('diagnosis: ') < out.index('iter 31 |')  # when it is evaluated
 
 
-def test_a_healthy_run_gives_no_alarm(diagnosed):
-    assert diagnosed(max_iters=120, lr_decay_iters=120) == set()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('settings', [
-    {},
-    dict(dropout=0.1, dtype='bfloat16', bias=True),
-    dict(rotary=True, rmsnorm=True, qk_norm=True, mlp='relu2', tied_head=False, zero_init=True,
-         optimizer='muon'),
-    dict(rotary=True, mlp='swiglu', lr_schedule='wsd'),
-    dict(decay_lr=False, gradient_accumulation_steps=2, batch_size=8),
-    dict(n_layer=4, n_embd=16, dtype='float16', max_iters=240),
-    dict(optimizer='sgd', learning_rate=0.3, min_lr=0.03, weight_decay=1e-4),
-    dict(dropout=0.5, batch_size=64, learning_rate=1e-2, log_interval=6),  # six epochs
-], ids=str)
+@pytest.mark.parametrize('settings', [dict(max_iters=120, lr_decay_iters=120), *(
+    pytest.param(settings, marks=pytest.mark.slow) for settings in [
+        {},
+        dict(dropout=0.1, dtype='bfloat16', bias=True),
+        dict(rotary=True, rmsnorm=True, qk_norm=True, mlp='relu2', tied_head=False, zero_init=True,
+             optimizer='muon'),
+        dict(rotary=True, mlp='swiglu', lr_schedule='wsd'),
+        dict(decay_lr=False, gradient_accumulation_steps=2, batch_size=8),
+        dict(n_layer=4, n_embd=16, dtype='float16', max_iters=240),
+        dict(optimizer='sgd', learning_rate=0.3, min_lr=0.03, weight_decay=1e-4),
+        dict(dropout=0.5, batch_size=64, learning_rate=1e-2, log_interval=6)])],  # six epochs
+    ids=str)
 def test_healthy_runs_of_many_kinds_give_no_alarm(settings, diagnosed):
     assert diagnosed(**settings) == set()

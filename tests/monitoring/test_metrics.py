@@ -10,6 +10,7 @@ import torch
 
 from plaingpt.monitoring.metrics import Metrics
 from plaingpt.monitoring.run_record import read_rows, trim_rows
+from plaingpt.system.files import append_line
 from plaingpt.training.settings import TrainConfig
 
 CONFIG = TrainConfig(batch_size=10, block_size=10, gradient_accumulation_steps=1, max_iters=1000,
@@ -111,6 +112,14 @@ def test_what_a_pause_takes_is_no_step_time_and_queued_steps_before_it_are(
 
 def row(i, **values):
     return json.dumps({'iter': i, 'tokens': 100 * i, 'elapsed_s': 0.1 * i, **values}) + '\n'
+
+
+def test_a_line_does_not_continue_half_of_another(tmp_path):
+    path = tmp_path / 'x.jsonl'
+    path.write_bytes(b'{"a": 1}\n{"a": \xc3')  # killed in the middle of a character
+    for n in (2, 3):
+        append_line(path, {'a': n})
+    assert path.read_bytes() == b'{"a": 1}\n{"a": \xc3\n{"a": 2}\n{"a": 3}\n'
 
 
 def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):

@@ -5,18 +5,12 @@ import os
 import signal
 
 import pytest
-from helpers import fails, in_the_loop, lines, size_of_png
+from helpers import in_the_loop, lines, size_of_png
 from matplotlib.figure import Figure
 
 import train
 from plaingpt.monitoring import run_report
 from plaingpt.monitoring.run_record import read_rows, read_run
-from plaingpt.training import step_guard
-
-
-@pytest.fixture
-def no_picture(monkeypatch):
-    monkeypatch.setattr(run_report, 'draw_runs', lambda *_: None)
 
 
 def test_a_report_says_what_came_of_a_run(tiny, tmp_path):
@@ -39,7 +33,8 @@ def test_a_report_has_what_looks_wrong(trained):
     assert '- the evaluation at iteration' in run_report.format_report(trained, rows, run)
 
 
-def test_an_interrupted_run_is_reported_where_it_stands(tiny, tmp_path, monkeypatch, no_picture):
+def test_an_interrupted_run_is_reported_where_it_stands(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_report, 'draw_runs', lambda *_: None)
     original, steps = train.forward_backward, itertools.count(1)
 
     def interrupted(*arguments):
@@ -54,14 +49,6 @@ def test_an_interrupted_run_is_reported_where_it_stands(tiny, tmp_path, monkeypa
     # resumed, it is on its way again, and known from its rows
     train.main([*long, '--init_from=resume', '--max_iters=48'])
     assert 'out: iteration 48, ' in (tmp_path / 'out/report.md').read_text()
-
-
-def test_a_run_that_gave_up_says_so(tiny, tmp_path, capsys, monkeypatch, no_picture):
-    monkeypatch.setattr(step_guard, 'MAX_BAD_STEPS', 2)
-    assert 'not finite' in fails(capsys, monkeypatch, train.main, *tiny, '--learning_rate=1e9',
-                                 '--warmup_iters=0', '--decay_lr=False', '--max_iters=20',
-                                 '--report=True')
-    assert '; given up: 2 steps in a row' in (tmp_path / 'out/report.md').read_text()
 
 
 # -----------------------------------------------------------------------------

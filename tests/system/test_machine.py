@@ -1,12 +1,17 @@
-"""Memory and cores that a process may use, and programs that it shares them with."""
+"""Memory and cores that a process may use, programs that it shares them with, and other systems."""
 
+import os
+import signal
 import sys
 import threading
 
 import pytest
 import torch
-from helpers import wait_until
+from helpers import TINY, exit_code, fork, wait_until
 
+import prepare
+import sample
+import train
 from plaingpt.system import machine
 from plaingpt.system.machine import cores_shared, free_memory, limit_threads
 
@@ -74,3 +79,26 @@ def test_torch_has_a_second_team_while_cores_are_wanted_by_others_and_none_after
         threads = 4
         wait_until(lambda: len(teams()) == 1)
     assert set(threading.enumerate()) <= before
+
+
+def take_away():
+    """As on Windows: what os and signal lack there, and the modules that are not there."""
+    for name in ('pread', 'pwrite', 'sched_getaffinity', 'getuid', 'geteuid', 'getloadavg'):
+        delattr(os, name)
+    for name in ('SIGHUP', 'SIGUSR1', 'SIGUSR2', 'SIGALRM', 'SIGKILL'):
+        delattr(signal, name)
+    import psutil  # noqa: F401  which is another one there
+    for name in ('fcntl', 'resource', 'pwd', 'termios'):
+        sys.modules[name] = None
+
+
+def test_without_what_linux_alone_has_it_prepares_trains_resumes_and_samples(text_file, tmp_path):
+    data, out = f'{tmp_path}/d', f'--out_dir={tmp_path}/out'
+    run = [*TINY, f'--dataset={data}', out]
+    for main, argv in (
+            (prepare.main, ['text', text_file, '--tokenizer=char', f'--data_dir={data}']),
+            (train.main, [*run, '--max_iters=3']),
+            (train.main, [*run, '--init_from=resume']),
+            (sample.main, [out, '--num_samples=1', '--max_new_tokens=5', '--device=cpu'])):
+        code = exit_code(fork(main, *argv, log=tmp_path / 'log', before=take_away))
+        assert code == 0, (tmp_path / 'log').read_text()

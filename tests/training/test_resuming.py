@@ -11,6 +11,7 @@ from helpers import die_before_change, exit_code, fails, fork, lines, same, weig
 import prepare
 import train
 from plaingpt.system.errors import UserError
+from plaingpt.system.files import lock_output_dir
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import start
 
@@ -203,6 +204,15 @@ def test_a_run_that_is_refused_leaves_the_earlier_one_as_it_was(tiny, earlier):
             train.main([*tiny, wrong])
     train.main([*tiny, '--check=True'])
     assert contents(earlier) == before
+
+
+def test_a_folder_in_use_is_refused_and_may_be_evaluated(tiny, out, capsys, monkeypatch):
+    resume, before = [*tiny, '--init_from=resume'], contents(out)
+    with lock_output_dir(out):
+        assert 'a run is writing there' in fails(capsys, monkeypatch, train.main, *resume)
+        train.main([*resume, '--eval_only'])
+    assert contents(out) == before
+    train.main(resume)  # and is free again
 
 
 # -----------------------------------------------------------------------------

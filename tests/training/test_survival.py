@@ -210,8 +210,9 @@ def test_too_many_bad_steps_in_a_row_stop_the_run_with_the_weights_before_them(
     monkeypatch.setattr(step_guard, 'MAX_BAD_STEPS', 3)
     message = fails(capsys, monkeypatch, train.main, *tiny, '--checkpoint_interval=2',
                     '--log_interval=100', '--eval_interval=100', '--max_iters=100',
-                    f'--dtype={dtype}')
+                    f'--dtype={dtype}', '--report=True')
     assert 'the last 3 steps' in message and '--learning_rate' in message
+    assert '; given up: 3 steps in a row' in (tmp_path / 'out/report.md').read_text()
     found = checkpoints.find(tmp_path / 'out')
     assert found.iter_num == end  # seen when it was saved
     assert same(weights(tmp_path / 'out', end - 4), weights(tmp_path / 'out', end))

@@ -263,14 +263,13 @@ def file_round(bench, work, chance):
     shutil.copytree(bench.whole, work)
     latest = find(work / 'out', 'latest').path
     path = chance.choice([path for path in sorted(work.rglob('*')) if path.suffix in (
-        '.json', '.jsonl', '.bin', '.safetensors', '.sha256')])
+        '.json', '.jsonl', '.bin', '.safetensors')])
     changed, code = damage(path, chance), exit_code(bench.start(work / 'out', *again))
     said, problem = (work / 'out.log').read_text(errors='replace'), None
     told = re.search('^(error|warning): ', said, re.M)
     if 'Traceback' in said or code not in (0, 2) or (code == 2 and not told):
         problem = f'exit code {code}\n{said}'
-    elif changed and not told and path.suffix != '.sha256' \
-            and (path.suffix == '.bin' or path.parent == latest):
+    elif changed and not told and (path.suffix == '.bin' or path.parent == latest):
         problem = f'undetected\n{said}'
     elif code == 0 and path.suffix != '.json' \
             and hash_checkpoint(work / 'out') != bench.ends['resumed']:

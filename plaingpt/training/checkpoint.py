@@ -1,8 +1,8 @@
 """Checkpoints: the model and the run on disk, found, verified, loaded and written.
 
     out_dir/checkpoints/iter-00002000/
-        state.json                              counters, config, tokenizer, RNG, list of chunks
-        state.json.sha256                       its checksum; it holds those of the chunks
+        state.json                              counters, config, tokenizer, RNG, list of chunks;
+                                                their checksums and its own
         model-00001-of-00002.safetensors        weights, under nanoGPT's names
         optimizer-00001-of-00004.safetensors    '<parameter>/<state>', as 'lm_head.weight/exp_avg'
 
@@ -39,7 +39,7 @@ from plaingpt.system.distributed import (
     local_rows,
 )
 from plaingpt.system.errors import UserError, warn
-from plaingpt.system.files import sha256_of, sync, write_atomically
+from plaingpt.system.files import read_json, sha256_of, sync, write_json
 from plaingpt.weights import begin_new_tokens, check_finite, copy_rows
 
 FORMAT_VERSION = 1
@@ -195,11 +195,8 @@ def find(out_dir, which='latest', kinds=()):
             raise UserError(f'--checkpoint={which}: {out_dir} has latest, best and {there}')
     found = next(intact(paths, kinds, problems.append), None)
     if found is None:
-        whole = next(intact(checkpoint_paths(out_dir), kinds), None)
-        advice = f'the newest that is whole is --checkpoint={iteration_of(whole.path)}' if whole \
-            else f'{out_dir}: no checkpoint there can be used; train anew with ' \
-                 '--init_from=scratch, which keeps them in a folder beside'
-        raise UserError('\n'.join([*problems, advice]))
+        raise UserError('\n'.join([*problems, 'name another with --checkpoint, or train anew with '
+                                   '--init_from=scratch, which keeps them in a folder beside']))
     if launched_world().is_main:
         for problem in problems:
             warn(f'skipped a checkpoint: {problem}')
@@ -231,12 +228,11 @@ def iteration_of(path):
 def open_checkpoint(path):
     """Open a checkpoint directory, of which this reads state.json alone. Raises UserError where
     that is damaged, or has what this version does not compute with, such as conv_bias=True."""
-    checksum = path / 'state.json.sha256'  # absent after a kill while state.json was replaced
     try:
-        text = (path / 'state.json').read_bytes()
-        if checksum.exists() and checksum.read_text().strip() != hashlib.sha256(text).hexdigest():
+        state = read_json(path / 'state.json')
+        known = state.pop('sha256', None)  # earlier versions had it in a file of its own
+        if known not in (None, checksum(state)):
             raise ValueError('its checksum is not what was written')
-        state = json.loads(text)
     except (OSError, ValueError) as e:
         raise UserError(f'{path}/state.json is damaged: {e}') from None
     state = LATER | {RENAMED.get(key, key): value for key, value in state.items()}
@@ -393,11 +389,12 @@ def write_files(folder, named, entries):
 
 
 def write_state(path, state):
-    """Write state.json and its checksum, which is absent while state.json changes."""
-    text = json.dumps(state, indent=1).encode()
-    (path / 'state.json.sha256').unlink(missing_ok=True)
-    write_atomically(path / 'state.json', text)
-    write_atomically(path / 'state.json.sha256', hashlib.sha256(text).hexdigest())
+    """Write state.json with its own checksum."""
+    write_json(path / 'state.json', {**state, 'sha256': checksum(state)})
+
+
+def checksum(state):
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
 
 
 def prune(out_dir, keep):

@@ -3,11 +3,13 @@ copies of the model or shares of it, after a resume, and watched or not; for eac
 of data."""
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
 from helpers import (
     TINY,
+    in_background,
     launch,
     lines,
     one_benchmark,
@@ -77,16 +79,20 @@ def test_a_run_is_the_same_however_its_steps_are_shared_out(recipe, way, whole, 
         assert torch.allclose(one, other, atol=1e-5)
 
 
-@pytest.mark.parametrize(('recipe', 'dtype'), [
-    ('gpt2', 'float32'), ('newer', 'bfloat16'), ('swiglu', 'float16'), ('chat', 'float32'),
-    ('mixture', 'float32')])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(recipe, dtype, tmp_path):
+@pytest.mark.parametrize(('recipe', 'dtype', 'processes'), [
+    ('gpt2', 'float32', 2), ('newer', 'bfloat16', 1), ('swiglu', 'float16', 1),
+    ('chat', 'float32', 1), ('mixture', 'float32', 1)])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+        recipe, dtype, processes, tmp_path, monkeypatch):
     whole, cut = tmp_path / 'whole', tmp_path / 'cut'
-    words = [*TINY, *STEP, *RECIPES[recipe], f'--dtype={dtype}', '--dropout=0.2']
-    train.main([*words, f'--out_dir={whole}'])
+    words = [*TINY, *STEP, *RECIPES[recipe], f'--dtype={dtype}', '--dropout=0.2',
+             f'--parallel={"fsdp" if processes > 1 else "auto"}']
+    with monkeypatch.context() as patch:
+        patch.setattr(train, 'Saver', partial(in_background, train.Saver))
+        launch(train.main, processes, tmp_path, *words, '--check=auto', f'--out_dir={whole}')
     shutil.copytree(whole, cut)
     shutil.rmtree(checkpoints.find(cut).path)  # of iteration 6; that of 3 remains
-    train.main([*words, f'--out_dir={cut}', '--init_from=resume'])
+    launch(train.main, processes, tmp_path, *words, f'--out_dir={cut}', '--init_from=resume')
     assert same(weights(whole), weights(cut))
     states = [checkpoints.find(out_dir).state for out_dir in (whole, cut)]
     for key in ('scaler', 'rng', 'sequences', 'best_val_loss'):

@@ -12,33 +12,7 @@ from helpers import lines
 
 import prepare
 import train
-from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import open_dataset
-from plaingpt.training import evaluation
-
-
-def read_by_evaluations(monkeypatch, argv):
-    """Train → the sequences that each evaluation of a split read."""
-    found, original = [], BatchLoader.eval_batches
-
-    def eval_batches(self, n):
-        batches = original(self, n)
-        found.append(np.concatenate(batches).tolist())
-        return batches
-    with monkeypatch.context() as patch:
-        patch.setattr(BatchLoader, 'eval_batches', eval_batches)
-        patch.setattr(evaluation, 'HEALTH_INTERVAL', 0)
-        train.main([*argv, '--check=False'])
-    return found
-
-
-def test_a_resumed_run_with_another_batch_size_evaluates_the_same_sequences(tiny, monkeypatch):
-    first = read_by_evaluations(monkeypatch, [*tiny, '--max_iters=3'])
-    resumed = [*tiny, '--init_from=resume', '--max_iters=6', '--batch_size=1']
-    assert read_by_evaluations(monkeypatch, resumed)[-2:] == first[-2:]
-    assert len(first[-1]) == 8  # eval_iters × the batch_size that the run began with
-    resumed = [*tiny, '--init_from=resume', '--max_iters=9', '--batch_size=2', '--eval_iters=5']
-    assert len(read_by_evaluations(monkeypatch, resumed)[-1]) == 10  # as the settings ask now
 
 
 def bytes_a_token(folder, n):

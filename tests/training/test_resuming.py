@@ -99,6 +99,16 @@ def test_settings_that_changed_are_told_and_no_text_is_repeated_or_skipped(tiny,
     assert lines(out, 'loss')[-1]['tokens'] == (3 * 8 + 3 * 4) * 16
 
 
+def test_a_resumed_run_with_another_batch_size_evaluates_the_same_sequences(tiny, out, capsys):
+    resume = [*tiny, '--init_from=resume', '--eval_iters=5']  # which were 2
+    train.main([*resume, '--max_iters=7'])
+    assert checkpoints.find(out).state['eval_sequences'] == 5 * 4
+    capsys.readouterr()
+    train.main([*resume, '--eval_only', '--batch_size=1'])
+    expected = lines(out, 'val_loss')[-1]['val_loss']
+    assert f'val loss {expected:.4f}' in capsys.readouterr().out
+
+
 def test_a_run_goes_on_in_every_other_dtype(tiny, out):
     for i, dtype in enumerate(('float16', 'bfloat16', 'float32'), start=7):
         train.main([*tiny, f'--dtype={dtype}', '--init_from=resume', f'--max_iters={i}'])

@@ -1,4 +1,4 @@
-"""Tuning on conversations, with the commands that a user gives."""
+"""Runs on documents, and tuning on conversations, with the commands that a user gives."""
 
 import json
 from dataclasses import replace
@@ -14,6 +14,7 @@ import train
 from model import GPT, GPTConfig
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.packing import PackedLoader
+from plaingpt.data.tokenizers import ByteTokenizer
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training.optimizers import build_optimizer
@@ -35,6 +36,14 @@ def base(corpora):
     """The out_dir of such a run on plain text."""
     train.main([*CHAT_RUN, f'--dataset={corpora}/data/byte', f'--out_dir={corpora}/base'])
     return corpora / 'base'
+
+
+def test_the_tokenizer_tells_what_opens_a_document(chat):
+    documents = [*chat, '--document_attention', '--max_iters=1', '--out_dir=out']
+    train.main([*documents, '--dataset=byte'])
+    assert checkpoints.find('out').load_model().config.document_start == ByteTokenizer.end_of_text
+    with pytest.raises(UserError, match='data/char has no end of text'):
+        train.main([*documents, '--dataset=char'])
 
 
 @pytest.mark.parametrize('tied_head', [True, False])
@@ -61,6 +70,9 @@ def test_a_model_is_tuned_with_the_tokenizer_that_wraps_its_own_alone(chat, base
     train.main([*chat, f'--init_from={base}', '--out_dir=out', '--document_attention=True'])
     losses = [row['val_loss'] for row in lines(tmp_path / 'out', 'val_loss')]
     assert losses[-1] < losses[0]
+    before, after = (evaluated('--dataset=byte', f'--out_dir={of}')['bits_per_byte']
+                     for of in (base, 'out'))
+    assert after > before > 0
     plan.main([*chat, f'--init_from={base}'])
     shape = checkpoints.find('out', 'latest').load_model().config
     assert (shape.vocab_size, shape.document_start) == (CHAT.vocab_size, CHAT.conversation)
@@ -76,13 +88,6 @@ def test_samples_are_answers_to_questions_of_the_validation_split(chat, tmp_path
     *_, sample = [row['sample'] for row in lines(tmp_path / 'out', 'sample')]
     for question in (asked[0], asked[9], asked[-1]):
         assert f'{question}a' in sample
-
-
-def test_a_tuned_run_is_scored_on_the_text_that_it_knew(chat, base):
-    train.main([*chat, f'--init_from={base}', '--out_dir=out'])
-    before, after = (evaluated('--dataset=byte', *of)['bits_per_byte']
-                     for of in ([f'--out_dir={base}'], []))
-    assert after > before > 0
 
 
 def test_a_loader_that_ignores_the_mask_is_caught_before_it_trains(chat, monkeypatch):

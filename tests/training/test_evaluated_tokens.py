@@ -1,15 +1,17 @@
-"""The losses of one run compare: each evaluation reads the same tokens, whatever the batch size."""
+"""The losses that a run is given: of which text, how sure they are, and of a mixture."""
 
+import json
 import math
 import statistics
 from contextlib import nullcontext
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from helpers import lines
 
+import evaluate
 import prepare
 import train
 from plaingpt.data.dataset import open_dataset
@@ -41,26 +43,23 @@ def test_bits_per_byte_are_of_the_text_that_was_evaluated(tiny, text_file, tmp_p
 
 @pytest.mark.parametrize('losses', [[2.0, 3.0, 2.5, 4.5], [11.0, 11.005, 11.01, 11.005]])
 def test_the_standard_error_of_a_loss_is_that_of_the_batches(losses):
-
-    class Loader:
-        device, world_size = torch.device('cpu'), 1
-
-        def eval_batches(self, n):
-            return [np.array([i]) for i in range(n)]
-
-        def eval_batch(self, starts):
-            return starts, torch.zeros(1, 8)  # a sequence of eight targets
-
-    def error_of(n):
-        stop = SimpleNamespace(raise_if_stopped=lambda: None)
-
-        class Model:
-            eval = train = staticmethod(lambda: None)
-
-            def __call__(self, idx, targets):
-                return None, torch.tensor(losses[int(idx[0])])
-        return train.mean_loss(Model(), Loader(), n, nullcontext(), stop)
-    loss, error = error_of(4)
+    sequence = torch.zeros(1, 8)  # of eight targets
+    loader = Mock(eval_batches=range, eval_batch=lambda i: (i, sequence))
+    model = Mock(side_effect=lambda i, targets: (None, torch.tensor(losses[i])))
+    loss, error = train.mean_loss(model, loader, 4, nullcontext())
     assert loss == pytest.approx(statistics.mean(losses))
     assert error == pytest.approx(statistics.stdev(losses) / 2, rel=0.01)  # they are float32
-    assert error_of(1) == (losses[0], None)  # one batch has no spread
+    _, error = train.mean_loss(model, loader, 1, nullcontext())
+    assert error is None  # one batch has no spread
+
+
+def test_the_loss_of_a_mixture_is_the_weighted_mean_of_the_corpora(tiny, data, tmp_path, capsys):
+    train.main([*tiny, '--dataset=code:0.3,prose:0.7', '--eval_iters=100'])  # all of both
+    sizes = [len(open_dataset(f'data/{name}').split('train')) for name in ('code', 'prose')]
+    epochs = [share * 6 * 2 * 4 * 16 / n for share, n in zip((0.3, 0.7), sizes, strict=True)]
+    assert f'{epochs[0]:.3g} epochs of code (30.0%), {epochs[1]:.3g} epochs of prose (70.0%)' \
+        in capsys.readouterr().out
+    evaluate.main(['--out_dir=out', '--device=cpu', '--output=scores.json'])
+    scores = json.loads((tmp_path / 'scores.json').read_text())['results']['val']
+    assert 0.3 * scores['code']['loss'] + 0.7 * scores['prose']['loss'] == pytest.approx(
+        lines(tmp_path / 'out', 'val_loss')[-1]['val_loss'], abs=0.002)

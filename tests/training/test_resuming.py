@@ -65,26 +65,19 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(tiny, o
     assert checkpoints.KEPT >= 2  # so there is one before it
 
 
-@pytest.fixture(scope='module')
-def other_data(text_file, tmp_path_factory):
-    """A folder with two datasets: of other tokens, and of as many characters, but others."""
-    folder, text = tmp_path_factory.mktemp('other'), text_file.read_text()
-    for name, content in (('reversed', text[::-1]), ('accents', text.replace('e', 'é'))):
-        (folder / f'{name}.txt').write_text(content)
-        prepare.main(['text', f'--input={folder}/{name}.txt', '--tokenizer=char',
-                      f'--data_dir={folder}/{name}'])
-    return folder
-
-
-def test_another_model_tokenizer_or_dataset_is_refused(tiny, trained, other_data, char_data,
-                                                       capsys, monkeypatch):
+def test_another_model_tokenizer_or_dataset_is_refused(
+        tiny, trained, text_file, char_data, tmp_path, capsys, monkeypatch):
+    text = text_file.read_text()  # other tokens; as many characters, but others
+    for name, other in (('reversed', text[::-1]), ('accents', text.replace('e', 'é'))):
+        (tmp_path / 'text').write_text(other)
+        prepare.main(['text', '--input=text', '--tokenizer=char', f'--data_dir=data/{name}'])
     resume = ['--init_from=resume', f'--out_dir={trained}']
     for argv, words in [
             ([*resume, '--n_layer=3'], 'n_layer=2, not 3'),
-            ([*resume, f'--dataset={other_data}/accents'], 'another tokenizer'),
-            ([*resume, f'--dataset={other_data}/accents'], f'it has dataset={char_data}'),
-            ([*resume, f'--dataset={other_data}/reversed'], 'on other tokens'),
-            ([f'--init_from={trained}', f'--dataset={other_data}/accents'], 'another tokenizer')]:
+            ([*resume, '--dataset=accents'], 'another tokenizer'),
+            ([*resume, '--dataset=accents'], f'it has dataset={char_data}'),
+            ([*resume, '--dataset=reversed'], 'on other tokens'),
+            ([f'--init_from={trained}', '--dataset=accents'], 'another tokenizer')]:
         assert words in fails(capsys, monkeypatch, train.main, *tiny, *argv), argv
     assert checkpoints.find(trained).iter_num == 6
 

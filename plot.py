@@ -15,7 +15,7 @@ from plaingpt.monitoring.references import read_band
 from plaingpt.monitoring.run_record import read_rows, read_run
 from plaingpt.monitoring.run_report import describe, draw_runs
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.files import PACKAGE, write_atomically
+from plaingpt.system.files import ROOT, write_atomically
 
 
 @dataclass
@@ -69,7 +69,7 @@ def draw_film(name, folder, path):
     moments = read_rows(Path(folder, 'film.jsonl'))
     if not moments:
         raise UserError(f'{folder} has no film: train with --film=True')
-    page = (PACKAGE / 'monitoring/film.html').read_text(encoding='utf-8')
+    page = (ROOT / 'plaingpt/monitoring/film.html').read_text(encoding='utf-8')
     data = json.dumps(moments).replace('<', r'\u003c')  # what a model wrote ends no script
     page = page.replace('NAME', html.escape(name)).replace('>DATA<', f'>{data}<')
     write_atomically(path, page)

@@ -15,7 +15,7 @@ import numpy as np
 from plaingpt.data import tokenizers
 from plaingpt.data.token_files import TokenStream, open_tokens
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import command, read_json
+from plaingpt.system.files import ROOT, read_json
 from plaingpt.system.formatting import quoted
 
 FORMAT_VERSION = 1
@@ -296,7 +296,7 @@ def prepare_small(name):
     folder = dataset_folder(name)
     if folder.parts != ('data', name) or holds_tokens(folder) or (folder / UNFINISHED).exists():
         return
-    done = subprocess.run(command('prepare', name, '--if_small'))
+    done = subprocess.run([sys.executable, ROOT / 'prepare.py', name, '--if_small'])
     if done.returncode:
         sys.exit(done.returncode)  # it has said why
 

@@ -20,7 +20,7 @@ from plaingpt.experiments.tables import markdown, number
 from plaingpt.monitoring.references import STUDENT_T
 from plaingpt.monitoring.run_record import read_rows, read_run
 from plaingpt.system.errors import UserError, warn
-from plaingpt.system.files import ROOT, command, read_json, write_json
+from plaingpt.system.files import ROOT, read_json, write_json
 from plaingpt.system.formatting import count_of
 
 LISTS = ROOT / 'config' / 'variants'
@@ -59,7 +59,7 @@ def sweep_variants(sweep):
 # running them
 
 
-def train_once(words, folder, tree=None):
+def train_once(words, folder, tree=ROOT):
     """Train in `folder` as the words of a command say, by the code in `tree` or else this code →
     its numbers, see summarize. A run of the same words that ended there is taken as it is; train.py
     moves another one to old-001. Raises UserError where it fails."""
@@ -78,11 +78,11 @@ def has_ended(folder):
     return read_run(folder).get('ending', '').startswith(('all iterations are done', 'patience'))
 
 
-def run_command(name, argv, tree=None):
-    """Run a command of ours, or that of the code in `tree`, in a process of its own. Raises
-    UserError where it failed."""
-    words = [sys.executable, f'{tree}/{name}.py', *argv] if tree else command(name, *argv)
-    done = subprocess.run(words, capture_output=True, text=True)
+def run_command(name, argv, tree):
+    """Run a command of the code in `tree` in a process of its own. Raises UserError where it
+    failed."""
+    done = subprocess.run([sys.executable, f'{tree}/{name}.py', *argv], capture_output=True,
+                          text=True)
     if done.returncode:
         last = (done.stderr.strip() or f'exit code {done.returncode}').splitlines()[-1]
         raise UserError(last.removeprefix('error: '))
@@ -114,7 +114,7 @@ def train_all(variants, folder, trees=None):
         where = re.sub(r'[^\w =,.+×-]', lambda found: f'%{ord(found[0]):02x}', name)
         run = {'variant': name, 'seed': seed, 'folder': str(Path(folder, f'{where},seed={seed}'))}
         try:
-            run |= train_once(words, run['folder'], (trees or {}).get(name))
+            run |= train_once(words, run['folder'], (trees or {}).get(name, ROOT))
         except UserError as problem:
             if not runs:
                 raise

@@ -5,20 +5,12 @@ import hashlib
 import json
 import os
 import re
-import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from plaingpt.system.errors import UserError, warn
 
-PACKAGE = Path(__file__).resolve().parents[1]
-# where train.py, config/ and references/ are: above the package in a clone, in it in the wheel
-ROOT = PACKAGE if (PACKAGE / 'train.py').exists() else PACKAGE.parent
-
-
-def command(name, *argv):
-    """The words that run a script of ours in a process of its own."""
-    return [sys.executable, str(PACKAGE / '__main__.py'), name, *argv]
+ROOT = Path(__file__).resolve().parents[2]  # where train.py, config/ and references/ are
 
 
 def is_hub_name(name):

@@ -41,7 +41,6 @@ OF_OTHERS = {'nproc_per_node', 'nnodes', 'rdzv-backend', 'rdzv-endpoint', 'rdzv-
              'local-dir', 'repo-type',
              'max-restarts', 'standalone', 'gpus', 'gpus-per-node', 'cpus-per-task', 'nodes',
              'time', 'ntasks-per-node', 'requeue', 'open-mode', 'signal', 'logdir', 'help', 'key',
-             'torch-backend', 'constraints', 'from',  # of uvx
              'dependency', 'parsable', 'wrap', 'temp', 'jinja'}
 MISTAKES = {'learning_rte', 'learing_rate', 'batchsize'}  # shown with the error that they get
 

@@ -20,15 +20,7 @@ from plaingpt.system.formatting import join_halves
 class Tokenizer:
     """What most tokenizers have in common."""
 
-    end_of_text = None
-
-    @property
-    def controls(self):
-        return frozenset({self.end_of_text} - {None})
-
-    @property
-    def ends(self):
-        return self.controls
+    end_of_text, controls, ends = None, frozenset(), frozenset()
 
     def decode(self, ids):
         """Bytes that are not UTF-8, such as half a character, become U+FFFD."""
@@ -77,6 +69,7 @@ class ByteTokenizer(Tokenizer):
     """The 256 bytes of UTF-8, and 256 for end of text. Knows any text, needs no vocabulary."""
 
     end_of_text = 256
+    controls = ends = frozenset({end_of_text})
     vocab_size = 257
 
     def encode(self, text):
@@ -130,6 +123,7 @@ class GPT2Tokenizer(BytePairTokenizer):
     """GPT-2's byte-level BPE of 50,257 tokens, from tiktoken."""
 
     end_of_text = 50256
+    controls = ends = frozenset({end_of_text})
     vocab_size = 50257
 
     def __init__(self):
@@ -159,6 +153,7 @@ class BPETokenizer(BytePairTokenizer):
         import tiktoken
         self.tokens = tokens
         self.end_of_text = len(tokens)
+        self.controls = self.ends = frozenset({self.end_of_text})
         self.vocab_size = len(tokens) + 2
         super().__init__(tiktoken.Encoding(
             'bpe', pat_str=self.PATTERN,

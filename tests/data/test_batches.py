@@ -180,7 +180,7 @@ def test_a_split_shorter_than_a_sequence_is_an_error(tmp_path):
 
 def test_the_smallest_recipe_prepares_its_corpus_and_is_checked(tmp_path, monkeypatch, capsys):
     def prepare_here(command):
-        prepare.main(command[3:])
+        prepare.main(command[2:])
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.chdir(tmp_path)

@@ -19,7 +19,8 @@ MISTAKES = {
     'targets are not shifted': (
         'plaingpt/data/batches.py', 'sequences[:, 1:].contiguous()',
         'sequences[:, :-1].contiguous()',
-        'data/test_batches.py::test_targets_are_the_next_tokens'),
+        'data/test_batches.py::'
+        'test_each_epoch_visits_each_sequence_once_on_any_number_of_processes'),
     'the loss is not divided by the micro-steps': (
         'train.py', 'else loss / micro_steps', 'else loss',
         'training/test_equal_runs.py::test_a_run_is_the_same_however_its_steps_are_shared_out'),

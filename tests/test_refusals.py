@@ -56,6 +56,7 @@ train LINE.py n_layer = lambda: 3           → n_layer= LINE.py, line 1
 train LINE.py raise ValueError('a b')       → LINE.py, line 1: ValueError
 train other/tiny.py                         → config file other/tiny.py: No such file
 
+sample --init_from=gpt2                      → connect to the internet once, or give a folder
 sample run --start=naïve                    → 'ï'
 sample run --start=                         → start is empty
 sample run --start=FILE:nowhere.txt         → nowhere.txt
@@ -119,6 +120,7 @@ prepare text.txt                            → prepare.py text text.txt
 prepare text a --input=c b                  → a and b and --input=c: each of them names input
 prepare text text.txt --prompt=a            → prompt and completion go together
 prepare text text.txt --val_fraction=2      → val_fraction
+prepare text text.txt --tokenizer=bpe:257   → bpe:258
 prepare text text.txt --tokenizer=magic     → tokenizer
 prepare text text.txt --data_dir=text.txt/d → Not a directory
 prepare text text.txt --encoding=klingon    → encoding=klingon:

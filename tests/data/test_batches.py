@@ -95,18 +95,6 @@ def test_the_order_of_the_even_epochs_is_that_of_earlier_versions():
         assert found.startswith(sha256)
 
 
-def test_processes_read_disjoint_shares_that_make_up_the_steps_of_one(tmp_path):
-    tokens = stream(tmp_path, np.arange(5000) % 997)
-    one, = loaders_of(tokens, 16, 4, 1, micro_steps=6)
-    for processes in (2, 3, 6):
-        loaders = loaders_of(tokens, 16, 4, processes, micro_steps=6)
-        for step in (0, 3, 117):
-            shares = [loader.sequence_ids(step, micro)
-                      for micro in range(6 // processes) for loader in loaders]
-            whole = [one.sequence_ids(step, micro) for micro in range(6)]
-            assert np.array_equal(np.concatenate(shares), np.concatenate(whole))
-
-
 def test_a_step_asked_for_at_once_is_the_step_reached_from_zero(tmp_path):
     loader = BatchLoader(stream(tmp_path, np.arange(3000) % 256), 8, 4, micro_steps=3, seed=5)
     from_zero = loader.train_batches(0)
@@ -118,26 +106,6 @@ def test_a_step_asked_for_at_once_is_the_step_reached_from_zero(tmp_path):
             assert torch.equal(a, b)
     from_zero.close()
     at_once.close()
-
-
-def test_a_resumed_loader_counts_what_steps_of_another_size_took(tmp_path):
-    loader = BatchLoader(stream(tmp_path, np.arange(3000) % 256), 8, 4, micro_steps=3)
-    loader.resume_at(5, 100)
-    assert loader.sequences_before(5) == 100 and loader.tokens_before(6) == (100 + 12) * 8
-    assert loader.sequence_ids(5, 0).tolist() == [100, 101, 102, 103]
-
-
-def test_targets_are_the_next_tokens(tmp_path):
-    loader = BatchLoader(stream(tmp_path, np.arange(1000)), 8, 4)
-    idx, targets = loader.train_batch(3, 0)
-    assert idx.dtype == targets.dtype == torch.int64
-    assert torch.equal(targets, idx + 1)
-
-
-def test_sequences_run_over_from_file_to_file(tmp_path):
-    tokens = np.arange(100)
-    sequences = stream(tmp_path, tokens, files=40).sequences(np.array([0, 41, 89]), 11)
-    assert np.array_equal(sequences, tokens[np.array([[0], [41], [89]]) + np.arange(11)])
 
 
 # -----------------------------------------------------------------------------
@@ -154,11 +122,6 @@ def test_evaluation_covers_the_whole_split_once(tmp_path):
                 assert idx.shape == targets.shape == (4, 10)  # one shape for torch.compile
                 seen += targets[targets != -1].tolist()
         assert sorted(seen) == list(range(1, 1001)), processes
-
-
-def test_a_few_evaluation_sequences_are_spread_over_the_split(tmp_path):
-    loader = BatchLoader(stream(tmp_path, np.arange(1001)), 10, 2)
-    assert np.concatenate(loader.eval_batches(4)).tolist() == [0, 250, 500, 750]
 
 
 def test_the_sequences_of_the_first_step_alone_are_trained_on_and_evaluated(tmp_path):

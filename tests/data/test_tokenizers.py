@@ -5,10 +5,11 @@ import socket
 
 import numpy as np
 import pytest
-from helpers import SHARED
+from helpers import CHAT, SHARED, ask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plaingpt.data.chat_tokenizer import MARK, SPECIAL_TOKENS
 from plaingpt.data.tokenizer_choice import make_tokenizer, train_bpe
 from plaingpt.data.tokenizers import (
     ByteTokenizer,
@@ -76,8 +77,6 @@ def test_gpt2_gives_the_published_ids(gpt2):
 
 def test_bpe_learns_the_frequent_pieces_of_its_text():
     assert BPE.vocab_size == 270 and b' the' in BPE.tokens and len(BPE.encode(' the')) == 1
-    with pytest.raises(UserError, match='bpe:258'):
-        make_tokenizer('bpe:257', ['text'])
 
 
 @settings(max_examples=200)
@@ -95,11 +94,29 @@ def test_half_a_character_becomes_a_replacement_character(text):
 
 
 # -----------------------------------------------------------------------------
+# conversations
+
+
+@settings(max_examples=50)
+@given(st.text(st.characters(codec='utf-8', exclude_characters=[MARK]))
+       | st.sampled_from(SPECIAL_TOKENS).map(lambda name: f'a {name} b'))
+def test_no_text_becomes_a_special_token_and_the_template_writes_what_is_encoded(text):
+    messages = ask(text, text)
+    ids, loss_mask = CHAT.encode_conversation(messages)
+    size = len(text.encode('utf-8', 'surrogatepass'))
+    assert np.flatnonzero(ids >= 257).tolist() == [0, 1, 2 + size, 3 + size, 4 + 2 * size]
+    assert CHAT.decode(ids) == f'<|conversation|><|user|>{text}<|end|><|assistant|>{text}<|end|>'
+    rendered = CHAT.rendered_parts(CHAT.guard(messages))
+    assert np.concatenate([part for part, _ in rendered]).tolist() == ids.tolist()
+    assert sum(len(part) for part, learned in rendered if learned) == size + 1 == loss_mask.sum()
+
+
+# -----------------------------------------------------------------------------
 # descriptions
 
 
 def test_a_tokenizer_comes_back_from_its_json():
-    for tokenizer in (CharTokenizer('abc'), ByteTokenizer(), BPE):
+    for tokenizer in (CharTokenizer('abc'), ByteTokenizer(), BPE, CHAT):
         again = from_json(json.loads(json.dumps(tokenizer.to_json())))
         assert described_vocab_size(tokenizer.to_json()) == tokenizer.vocab_size
         assert type(again) is type(tokenizer)

@@ -88,7 +88,7 @@ evaluate run --tasks=val --data=x           → goes with --data
 evaluate run --tasks=text --data=none       → No such file
 evaluate run --tasks=test                   → score it with --dataset=NAME
 evaluate run --batch_size=0                 → batch_size
-evaluate run --dataset=nowhere              → nowhere is not prepared
+evaluate run --dataset=nowhere              → nowhere is not prepared: text FILES --data_dir
 evaluate run --output=no/folder             → its folder is not there
 evaluate run --include_path=nowhere         → --tasks=mine.yaml
 evaluate run --lm_eval=x                    → it was removed; name its tasks with --tasks=

@@ -40,17 +40,15 @@ def shards(tmp_path):
             for rank, documents in enumerate(texts)}
 
 
-def documents_of(folder, split):
-    stream = open_dataset(folder).split(split).read(0, 10**9)
-    *documents, rest = stream_documents(stream)
-    assert not len(rest)  # it ends with a document
-    return documents
-
-
-def stream_documents(stream):
-    ends = np.flatnonzero(stream == END)
-    return [bytes(document[document != END].astype('u1')).decode()
-            for document in np.split(stream, ends + 1)]
+def documents_of(folder, *splits):
+    """The token ids of each document, without ends of text."""
+    dataset, found = open_dataset(folder), []
+    end = dataset.tokenizer().end_of_text
+    for split in splits:
+        ids = dataset.split(split).read(0, 10**9)
+        found += [tuple(part[part != end].tolist())
+                  for part in np.split(ids, np.flatnonzero(ids == end))]
+    return [document for document in found if document]
 
 
 @pytest.mark.parametrize('dtype', ['<u2', '<u4'])
@@ -60,7 +58,7 @@ def test_each_shard_is_cut_between_documents_and_not_copied(dtype, tmp_path, sha
     argv = ['datatrove', f'--input={tmp_path}/tokens', '--tokenizer=byte', '--val_fraction=0.1',
             f'--data_dir={tmp_path}/d']
     prepare.main(argv)
-    given = [documents for documents in shards.values() if documents]
+    given = [[tuple(text.encode()) for text in documents] for documents in shards.values()]
     assert documents_of(tmp_path / 'd', 'train') == [
         text for documents in given for text in documents[:len(documents) * 9 // 10]]
     assert documents_of(tmp_path / 'd', 'val') == [
@@ -132,20 +130,9 @@ def test_datatrove_makes_the_tokens_that_prepare_makes(text_file, tmp_path, monk
     assert len([*(tmp_path / 'tokens').glob('*.ds')]) == 3
     prepare.main(['datatrove', '--input=tokens', '--tokenizer=sample', '--data_dir=data/web'])
     prepare.main(['text', '--input=corpus/', '--tokenizer=sample', '--data_dir=data/ours'])
-    theirs, ours = encoded_documents('data/web'), encoded_documents('data/ours')
+    theirs, ours = (documents_of(f'data/{name}', 'train', 'val') for name in ('web', 'ours'))
     assert sorted(theirs) == sorted(ours) and len(ours) == len(texts)
     prepare.main(['inspect', 'data/web'])
     assert 'no damage found' in capsys.readouterr().out
     train.main([*TINY, '--dataset=web', '--out_dir=web', '--max_iters=2', '--eval_interval=2'])
     assert 'iter 2 | train loss' in capsys.readouterr().out
-
-
-def encoded_documents(folder):
-    """The token ids of each document of both splits, without ends of text."""
-    dataset, found = open_dataset(folder), []
-    for split in ('train', 'val'):
-        ids = dataset.split(split).read(0, 10**9)
-        end = dataset.tokenizer().end_of_text
-        found += [tuple(part[part != end].tolist())
-                  for part in np.split(ids, np.flatnonzero(ids == end))]
-    return [document for document in found if document]

@@ -61,7 +61,8 @@ KINDS = {
     **{name: ({name: data}, [name], TEXTS) for name, data in ROWS.items()},
     'packed': ({'a.jsonl.GZ': gzip.compress(jsonl(TEXTS[:9])) + gzip.compress(jsonl(TEXTS[9:]))},
                ['a.jsonl.GZ'], TEXTS),
-    'null': ({'a.jsonl': jsonl([None, *TEXTS, None, ' '])}, ['a.jsonl'], TEXTS),
+    'null': ({'a.jsonl': jsonl([None, *TEXTS, None, ' ']).replace(b'"text"', b'"body"')},
+             ['a.jsonl', '--text_field=body'], TEXTS),
     'latin-1': ({'a.csv': table(LATIN).decode().encode('latin-1')},
                 ['a.csv', '--encoding=latin-1'], LATIN),
     'utf-16': ({'a.txt': LINES.encode('utf-16')},
@@ -72,8 +73,8 @@ KINDS = {
          'in/.hidden.txt': b'no', 'd.csv': table(TEXTS[60:])}, ['in/', '*.csv', 'in/a.jsonl'],
         TEXTS),
     'lines': ({'a.txt.gz': gzip.compress(LINES.encode())}, ['a.txt.gz', '--documents=line'], TEXTS),
-    'hub': ({f'hub/train-{n:05}-of-00003.parquet': parquet(text=TEXTS[100 * n:100 * n + 100])
-             for n in range(3)}, ['hub'], TEXTS),
+    'hub': ({f'hub/train-{n:05}-of-00003.parquet': parquet(body=TEXTS[100 * n:100 * n + 100])
+             for n in range(3)}, ['hub', '--text_field=body'], TEXTS),
     'chat': ({'a.jsonl': ''.join(json.dumps({'prompt': text, 'completion': text}) + '\n'
                                  for text in TEXTS).encode()}, ['a.jsonl'], None)}
 

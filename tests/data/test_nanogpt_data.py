@@ -1,16 +1,20 @@
-"""nanoGPT's character data: meta.pkl is read without running anything, and nothing is written."""
+"""nanoGPT's character data, and someone's own ids: meta.pkl is read without running anything, and
+nothing is written."""
 
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from corpus_files import contents
 from helpers import fails, lines
 
 import evaluate
 import prepare
 import sample
 import train
-from plaingpt.data.dataset import open_dataset
+from plaingpt.data.dataset import open_data, open_dataset
+from plaingpt.system.distributed import World
 from plaingpt.system.errors import UserError
 
 
@@ -26,10 +30,6 @@ def nanogpt_folder(folder, text, chars, protocol=None):
     return folder
 
 
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def test_the_characters_come_out_as_they_went_in(tmp_path):
     text = ''.join(map(chr, range(32, 600))) + '\U0001f600'
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
@@ -39,21 +39,73 @@ def test_the_characters_come_out_as_they_went_in(tmp_path):
         assert dataset.vocab_size == len(text) and dataset.tokenizer().decode(ids) == text[:300]
 
 
-def test_a_folder_of_nanogpt_trains_resumes_samples_and_inspects_and_stays_as_it_is(
-        tiny, text_file, tmp_path, capsys):
-    text = text_file.read_text()
-    folder = nanogpt_folder(tmp_path / 'nano', text, sorted(set(text)))
+def used(folder, tiny, start, capsys):
+    """Train on a folder, resume, and score, and see it unchanged → what sample.py writes."""
     before = contents(folder)
     tiny = [*tiny, f'--dataset={folder}']
     train.main([*tiny, '--max_iters=3'])
     train.main([*tiny, '--init_from=resume'])
-    assert [row['iter'] for row in lines(tmp_path / 'out', 'loss')] == [1, 2, 3, 4, 5, 6]
-    evaluate.main([f'--out_dir={tmp_path}/out'])
-    sample.main([f'--out_dir={tmp_path}/out', '--start=def', '--num_samples=1'])
-    prepare.main(['inspect', str(folder)])
-    assert f'val of {folder}: loss' in (out := capsys.readouterr().out)
-    assert '\ndef' in out and repr(text[:24]) in out
+    assert [row['iter'] for row in lines(folder.parent / 'out', 'loss')] == [1, 2, 3, 4, 5, 6]
+    evaluate.main([f'--out_dir={folder.parent}/out'])
+    assert f'val of {folder}: loss' in capsys.readouterr().out
+    sample.main([f'--out_dir={folder.parent}/out', f'--start={start}', '--num_samples=1',
+                 '--max_new_tokens=5'])
     assert contents(folder) == before
+    return capsys.readouterr().out
+
+
+def inspected(folder, capsys):
+    prepare.main(['inspect', str(folder)])
+    out = capsys.readouterr().out
+    assert 'no checksums to compare with' in out and 'also in the training split' in out
+    return out
+
+
+def test_a_folder_of_nanogpt_trains_resumes_samples_and_inspects_and_stays_as_it_is(
+        tiny, text_file, tmp_path, capsys):
+    text = text_file.read_text()
+    folder = nanogpt_folder(tmp_path / 'nano', text, sorted(set(text)))
+    assert '\ndef' in used(folder, tiny, 'def', capsys)
+    assert repr(text[:24]) in inspected(folder, capsys)
+
+
+@pytest.fixture
+def own_ids(tmp_path):
+    """A time series of numbers."""
+    ids = (np.sin(np.arange(4000) / 20) * 700 + 750).astype(np.uint16)
+    (folder := tmp_path / 'ids').mkdir()
+    ids[:3600].tofile(folder / 'train.bin')
+    ids[3600:].tofile(folder / 'val.bin')
+    return folder
+
+
+@pytest.mark.parametrize('way', ['vocab_size', 'meta.pkl'])
+def test_ids_from_numpy_train_resume_score_and_sample(
+        way, own_ids, tiny, tmp_path, capsys, monkeypatch):
+    if way == 'meta.pkl':
+        (own_ids / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 1500}))
+        out = inspected(own_ids, capsys)
+        assert 'ids tokenizer, 1,500 tokens' in out and "',750,784,819," in out
+    else:
+        tiny = [*tiny, '--vocab_size=1500']
+    *_, written = used(own_ids, tiny, 'IDS:750,784,819', capsys).strip().splitlines()
+    ids = [int(i) for i in written.removeprefix('IDS:').split(',')]
+    assert ids[:3] == [750, 784, 819] and len(ids) == 8 and max(ids) < 1500
+    for start in ('hello', 'IDS:1,1500', 'IDS:-1'):
+        assert 'is no list of ids from 0 to 1499' in fails(
+            capsys, monkeypatch, sample.main, f'--out_dir={tmp_path}/out', f'--start={start}')
+
+
+def test_ids_of_which_nothing_is_said_are_taken_for_gpt2s(own_ids, capsys):
+    dataset = open_data(SimpleNamespace(dataset=str(own_ids), vocab_size=0), World())
+    assert dataset.vocab_size == 50257 and 'taken for GPT-2 tokens' in capsys.readouterr().out
+
+
+def test_an_id_beyond_the_vocabulary_ends_a_run_before_anything_is_written(
+        own_ids, tiny, tmp_path, capsys, monkeypatch):
+    assert f'{own_ids}/train.bin: token 31 has id 1449' in fails(
+        capsys, monkeypatch, train.main, *tiny, f'--dataset={own_ids}', '--vocab_size=1449')
+    assert not list(tmp_path.glob('out/*'))
 
 
 def test_its_tokenizer_is_that_of_the_same_text_prepared_here(text_file, char_data, tmp_path):

@@ -1,6 +1,5 @@
 """How much of the validation split is in the training split."""
 
-import pickle
 import random
 import tracemalloc
 
@@ -9,20 +8,12 @@ import pytest
 from corpus_files import prepared, write_rows
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from test_batches import stream
 
 import prepare
 from plaingpt.data import inspection
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.inspection import SEQUENCE_TOKENS, find_overlap
-from plaingpt.data.token_files import TokenStream, open_tokens
-
-
-def stream(path, *parts):
-    """Token ids, in a file for each part."""
-    paths = [path.with_suffix(f'.{n}') for n in range(len(parts))]
-    for each, ids in zip(paths, parts, strict=True):
-        np.asarray(ids, '<u2').tofile(each)
-    return TokenStream([open_tokens(each, np.dtype('<u2')) for each in paths], 2**16)
 
 
 def shown_share(captured):
@@ -54,21 +45,20 @@ def test_it_is_the_share_of_sequences_that_a_plain_search_finds(
     starts = [i * (val_tokens - SEQUENCE_TOKENS) // max(count - 1, 1) for i in range(count)]
     present = {train[i:i + SEQUENCE_TOKENS].tobytes() for i in range(train_tokens - 63)}
     expected = sum(val[i:i + SEQUENCE_TOKENS].tobytes() in present for i in starts) / count
-    folder, cut = tmp_path_factory.mktemp('splits'), chance.integers(1, train_tokens)
+    splits = [stream(tmp_path_factory.mktemp('split'), ids, files=2) for ids in (train, val)]
     with pytest.MonkeyPatch.context() as patch:  # sequences lie across blocks and files
         patch.setattr(inspection, 'BLOCK_TOKENS', block_tokens)
         patch.setattr(inspection, 'SEQUENCES', sequences)
-        assert find_overlap(stream(folder / 'train', train[:cut], train[cut:]),
-                            stream(folder / 'val', val)) == expected
+        assert find_overlap(*splits) == expected
 
 
 def test_memory_is_that_of_a_few_pieces_and_not_of_the_splits(tmp_path, monkeypatch):
     monkeypatch.setattr(inspection, 'BLOCK_TOKENS', 2**13)
     monkeypatch.setattr(inspection, 'SEQUENCES', 2**8)
     ids = np.random.default_rng(2).integers(2**16, size=2**21)
-    splits = [stream(tmp_path / name, ids) for name in ('train', 'val')]
+    split = stream(tmp_path, ids, vocab_size=2**16)
     tracemalloc.start()
-    assert find_overlap(*splits) == 1
+    assert find_overlap(split, split) == 1
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4 * 8 * 2**16 < 2 * len(ids)  # bytes of the file
@@ -110,13 +100,3 @@ def test_short_documents_that_differ_in_their_numbers_are_copies(tmp_path, capsy
         entry = open_dataset(tmp_path / name).split_entry('val')
         assert entry['in_train'] == 0 and entry['lines_in_train'] == share
         assert ('whatever their numbers' in capsys.readouterr().err) == (name == 'copies')
-
-
-def test_token_files_that_others_made_are_compared_too(tmp_path, capsys):
-    for split, ids in (('train', np.arange(5000)), ('val', np.arange(4680, 5320))):
-        header = np.zeros(256, '<i4')  # of llm.c
-        header[:3] = 20240520, 1, len(ids)
-        (tmp_path / f'x_{split}_0.bin').write_bytes(header.tobytes() + ids.astype('<u2').tobytes())
-    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 50257}))
-    prepare.main(['inspect', f'{tmp_path}'])
-    assert shown_share(capsys.readouterr()) == 0.5

@@ -98,14 +98,6 @@ def test_the_tokenizer_of_a_dataset_or_a_run_gets_the_special_tokens_once():
         prepare.main(['text', f'--input={ROOT}/README.md', '--tokenizer=first'])
 
 
-def test_a_character_that_a_borrowed_tokenizer_lacks_is_named(capsys, monkeypatch):
-    prepare_chat(tokenizer='char')
-    write('b.jsonl', [*pairs(3), {'prompt': 'a\n', 'completion': 'ж'}])
-    line = fails(capsys, monkeypatch, prepare.main, 'chat', '--input=b.jsonl', '--tokenizer=chat',
-                 '--data_dir=data/b')
-    assert "character 'ж' in 'ж'" in line and not os.path.exists('data/b')
-
-
 def test_another_command_replaces_it_only_with_overwrite_and_then_its_masks_too(
         capsys, monkeypatch):
     prepare_chat('--shard_tokens=97')

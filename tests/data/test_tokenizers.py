@@ -106,6 +106,7 @@ def test_no_text_becomes_a_special_token_and_the_template_writes_what_is_encoded
     size = len(text.encode('utf-8', 'surrogatepass'))
     assert np.flatnonzero(ids >= 257).tolist() == [0, 1, 2 + size, 3 + size, 4 + 2 * size]
     assert CHAT.decode(ids) == f'<|conversation|><|user|>{text}<|end|><|assistant|>{text}<|end|>'
+    assert CHAT.encode_prompt(messages[:1]).tolist() == ids[:4 + size].tolist()
     rendered = CHAT.rendered_parts(CHAT.guard(messages))
     assert np.concatenate([part for part, _ in rendered]).tolist() == ids.tolist()
     assert sum(len(part) for part, learned in rendered if learned) == size + 1 == loss_mask.sum()

@@ -1,4 +1,4 @@
-"""Models of others: a folder of GPT-2, and checkpoints of nanoGPT."""
+"""Checkpoints of nanoGPT."""
 
 import json
 import subprocess
@@ -7,46 +7,24 @@ import sys
 import pytest
 import torch
 from foreign_models import opened
-from helpers import fails, same_logits
+from helpers import fails
+from test_families import refused
 
 import sample
 import train
 from model import GPT, GPTConfig
-from plaingpt.system.errors import UserError
 
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
 
 
-def tokens(*shape, vocab_size=65):
-    return torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(1))
+def tokens(*shape):
+    return torch.randint(0, 65, shape, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture
 def model():
     torch.manual_seed(0)
     return GPT(SMALL).eval()
-
-
-def theirs_of(folder):
-    """A GPT-2 of transformers with weights large enough that every part matters, saved."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-    torch.manual_seed(0)
-    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_positions=32, n_embd=48, n_layer=2,
-                                        n_head=4, initializer_range=0.2)).eval()
-    theirs.save_pretrained(folder)
-    return theirs
-
-
-def test_logits_equal_those_of_transformers_on_its_weights(tmp_path):
-    theirs = theirs_of(tmp_path / 'one_file')
-    theirs.save_pretrained(tmp_path / 'several', max_shard_size='100KB')
-    assert len(list((tmp_path / 'several').glob('*.safetensors'))) >= 4
-    for folder in tmp_path.iterdir():
-        assert same_logits(opened(folder), theirs, tokens(2, 32, vocab_size=100))
-
-
-# -----------------------------------------------------------------------------
-# nanoGPT's checkpoints
 
 
 def nanogpt_checkpoint(path, model, prefix='', vocab_size=None, **more):
@@ -113,28 +91,6 @@ def test_a_pickle_that_holds_code_is_refused_and_nothing_run(tmp_path, model, ca
 # what is not a model
 
 
-def refused(source):
-    """The one line that says why a model is refused."""
-    with pytest.raises(UserError) as e:
-        opened(source)
-    assert len(str(e.value).splitlines()) == 1
-    return str(e.value)
-
-
-def test_a_config_that_is_not_gpt2s_is_named(tmp_path):
-    theirs_of(tmp_path)
-    whole = (tmp_path / 'config.json').read_text()
-    for key, value, words in (
-            ('model_type', 'opt', "model_type='opt'"),
-            ('activation_function', 'silu', "activation_function='silu'"),
-            ('scale_attn_by_inverse_layer_idx', True, 'scale_attn_by_inverse_layer_idx'),
-            ('n_inner', 7, 'is (192,), expected (7,)'),
-            ('n_head', 5, 'n_embd=48')):
-        config = json.loads(whole)
-        (tmp_path / 'config.json').write_text(json.dumps({**config, key: value}))
-        assert words in refused(tmp_path)
-
-
 def test_a_corrupt_or_foreign_ckpt_is_one_line(tmp_path, model):
     path = tmp_path / 'ckpt.pt'
     nanogpt_checkpoint(path, model)
@@ -147,10 +103,3 @@ def test_a_corrupt_or_foreign_ckpt_is_one_line(tmp_path, model):
     assert "KeyError: 'model_args'" in refused(path)
     path.unlink()
     assert 'No such file' in refused(path)
-
-
-def test_without_a_network_gpt2_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr('huggingface_hub.snapshot_download',
-                        lambda *a, **k: (_ for _ in ()).throw(ConnectionError('no route')))
-    line = fails(capsys, monkeypatch, sample.main, '--init_from=gpt2')
-    assert 'connect to the internet once, or give a folder' in line

@@ -117,7 +117,7 @@ def header(*words):
 def test_token_ids_without_meta_json_are_read_with_and_without_llm_cs_header(tmp_path):
     ids = np.random.default_rng(0).integers(0, 50257, 2000)
     for start in (b'', header(20240520, 1, 2000)):
-        folder = bare(tmp_path / f'{len(start)}', ids, start, name='x-{}_000001.bin')
+        folder = bare(tmp_path / f'{len(start)}', ids, start, name='retrain-{}_000001.bin')
         dataset = open_dataset(folder)
         assert dataset.vocab_size == 50257 and dataset.tokenizer_json() == {'kind': 'gpt2'}
         stream = dataset.split('train')

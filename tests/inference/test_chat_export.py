@@ -2,7 +2,6 @@
 the answers are ours. test_llama_cpp.py has the same for llama.cpp."""
 
 import pytest
-import torch
 from foreign_models import in_transformers, shaken
 from helpers import CHAT, ask
 from test_gguf import QWEN3, learned, tokenizer_of
@@ -77,16 +76,3 @@ def test_transformers_answers_as_we_do_and_ends_where_we_do(model, tmp_path):
         assert written[:len(prompt)] == prompt and CHAT.decode(ours) == ANSWER[:most]
         assert written[len(prompt):] == ours + [CHAT.end_of_turn] * (most > len(ANSWER))
     assert set(theirs.generation_config.eos_token_id) == CHAT.ends
-
-
-@torch.no_grad()
-def test_attention_within_conversations_is_plain_attention_in_one_of_them(model, tmp_path):
-    write_hf(tmp_path, model, CHAT)
-    theirs = in_transformers(tmp_path)
-    one, other = (CHAT.encode_conversation(messages)[0].tolist()
-                  for messages in (KNOWN_BY_HEART[:2], ask('Another?', 'Yes.')))
-    for ids, equal in ((one, True), (one + other, False)):
-        idx = torch.tensor([ids])
-        apart = (model(idx)[0] - theirs(idx).logits)[0].abs().amax(-1)  # (T,)
-        assert apart[:len(one)].max() < 1e-4
-        assert equal or apart[len(one):].max() > 0.1

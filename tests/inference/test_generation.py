@@ -71,16 +71,6 @@ def uncached(model, prompt, n, temperature, generator, penalty=1.0):
     return new
 
 
-def compile_step(model, kernels=None):
-    """kernels: a list of those that attention may take as each graph is made"""
-    def backend(graph, _):
-        if kernels is not None:
-            kernels.append(_cur_sdpa_kernel_backends(with_priority=True))
-        return graph
-
-    return compiled_with(model, backend)
-
-
 def compiled_with(model, backend):
     torch._dynamo.reset()
     original = torch.compile
@@ -149,8 +139,12 @@ def test_packed_weights_write_the_same():
     kind if kind == 'modern' else pytest.param(kind, marks=pytest.mark.slow)
     for kind in KINDS])
 def test_a_compiled_step_writes_the_same_and_is_compiled_once(kind):
+    def backend(graph, _):
+        kernels.append(_cur_sdpa_kernel_backends(with_priority=True))  # as each graph is made
+        return graph
+
     model, kernels = make(kind), []
-    compiled = compile_step(model, kernels)
+    compiled = compiled_with(model, backend)
 
     def check(prompts):
         compared = [generate(model, prompts, 20, generators=generators(1, 2)[:len(prompts)],

@@ -4,12 +4,12 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
 from helpers import ROOT
+from test_interchange import nanogpt_checkpoint
 
 import export
 import plaingpt
@@ -26,14 +26,9 @@ def sources(trained, char_data, tmp_path_factory):
     nanoGPT's has another GELU."""
     folder = tmp_path_factory.mktemp('sources')
     found = checkpoints.find(trained, 'best')
-    model = found.load_model()
     export.main([f'--out_dir={trained}', f'--dest={folder}/hf'])
-    shape = {key: value for key, value in asdict(model.config).items()
-             if key in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_embd', 'bias')}
-    weights = {name: w[:shape['vocab_size']] if 'wte' in name or 'lm_head' in name else w
-               for name, w in model.state_dict().items()}
     (nano := folder / 'nano').mkdir()
-    torch.save({'model': weights, 'model_args': shape, 'iter_num': 5}, nano / 'ckpt.pt')
+    nanogpt_checkpoint(nano / 'ckpt.pt', found.load_model())
     return {'run': (trained, {}), 'checkpoint': (found.path, {}), 'folder': (f'{folder}/hf', {}),
             'nanogpt': (nano / 'ckpt.pt', {'tokenizer': char_data}),
             'nanogpt_run': (str(nano), {'tokenizer': char_data})}

@@ -34,6 +34,10 @@ def shaken(vocab_size=257, n_layer=2, n_head=4, n_embd=48, std=0.2, block_size=2
     return model
 
 
+def tokens(vocab_size, *shape):
+    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(1))
+
+
 CHATML = ("{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
           "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
           "Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + "

@@ -1,6 +1,5 @@
 """Files of conversations → messages → tokens and their loss mask, and what is refused."""
 
-import csv
 import json
 
 import pyarrow
@@ -82,14 +81,10 @@ PAIRS = [['What is 1 + 1?', '2'], ['Say "hi",\nplease', '"Hi", he said'], ['a\tb
 
 @pytest.mark.parametrize('names', conversations.PAIRS)
 def test_questions_and_answers_are_rows_of_a_table_whose_columns_have_usual_names(names, tmp_path):
-    with open(tmp_path / 'a.csv', 'w', encoding='utf-8-sig', newline='') as file:
-        csv.writer(file).writerows([names, *PAIRS])
-    pyarrow.parquet.write_table(pyarrow.table(dict(zip(names, zip(*PAIRS, strict=True),
-                                                       strict=True))), tmp_path / 'c.parquet')
-    written(tmp_path / 'd.jsonl', *(dict(zip(names, pair, strict=True)) for pair in PAIRS))
-    for path in sorted(tmp_path.iterdir()):
-        found = [[message['content'] for message in messages] for messages in read(path)]
-        assert found == PAIRS, path
+    columns = dict(zip(names, zip(*PAIRS, strict=True), strict=True))
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / 'a.parquet')
+    found = read(tmp_path / 'a.parquet')
+    assert [[message['content'] for message in messages] for messages in found] == PAIRS
 
 
 def test_columns_can_be_named(tmp_path):

@@ -68,15 +68,11 @@ def test_memory_is_that_of_a_few_pieces_and_not_of_the_splits(tmp_path, monkeypa
 # prepare.py
 
 
-@pytest.fixture(scope='module')
-def documents():
-    chance = random.Random(0)
-    return [''.join(chance.choices('abcdefgh \n', k=2000)) for _ in range(60)]
-
-
 @pytest.mark.parametrize('copies', [1, 9])
 def test_prepare_and_inspect_say_how_much_of_an_own_validation_split_is_trained_on(
-        copies, documents, tmp_path, capsys):
+        copies, tmp_path, capsys):
+    chance = random.Random(0)
+    documents = [''.join(chance.choices('abcdefgh \n', k=2000)) for _ in range(60)]
     write_rows(tmp_path / 'in/train.jsonl', documents[:40])
     write_rows(tmp_path / 'in/validation.jsonl', documents[40 - copies:60 - copies])
     prepared(tmp_path / 'd', 'hf', tmp_path / 'in', '--val_split=validation')

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import yaml
-from foreign_models import in_transformers, opened, shaken
+from foreign_models import in_transformers, opened, shaken, tokens
 from helpers import ROOT, TINY, same_logits
 
 import export
@@ -47,10 +47,6 @@ def exported(folder, model, tokenizer=BYTES):
     return folder
 
 
-def tokens(*shape):
-    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1))
-
-
 def shape_of(recipe):
     configs = [str(ROOT / f'config/{name}.py') for name in recipe.split()]
     config = load_config(TrainConfig, [*configs, '--n_layer=2', '--n_head=4', '--n_embd=48',
@@ -64,7 +60,7 @@ def test_an_export_has_the_logits_and_the_text_in_transformers_and_comes_back(na
     ours = shaken(**(shape_of(name) if name in RECIPES else {'block_size': 64, **SHAPES[name]}))
     theirs = in_transformers(exported(tmp_path / 'a', ours))
     assert theirs.config.model_type == kind and theirs.generation_config.eos_token_id == [256]
-    idx = tokens(2, 64)
+    idx = tokens(256, 2, 64)
     plain = GPT(GPTConfig(**{**vars(ours.config), 'document_attention': False}))
     plain.load_state_dict(ours.state_dict())
     assert (plain.eval()(idx)[0] - theirs(idx).logits).abs().max() < 1e-4
@@ -91,7 +87,7 @@ def test_a_network_that_its_user_changed_goes_out_as_it_is(tmp_path, monkeypatch
     ours = module.GPT(module.GPTConfig(64, 257, 2, 4, 48))
     folder = exported(tmp_path / 'a', ours)
     assert changed != text and (folder / 'model.py').read_text() == changed
-    assert same_logits(ours, in_transformers(folder), tokens(2, 64))
+    assert same_logits(ours, in_transformers(folder), tokens(256, 2, 64))
 
 
 def test_a_flag_that_no_architecture_lists_takes_the_own_code_unless_it_has_its_default(tmp_path):
@@ -111,7 +107,7 @@ def test_a_model_of_someones_own_ids_goes_out_without_a_tokenizer(tmp_path):
     ours, ids = shaken(block_size=64), tokenizers.IdsTokenizer(257)
     folder = exported(tmp_path / 'a', ours, ids)
     assert not (folder / 'tokenizer.json').exists()
-    assert same_logits(ours, in_transformers(folder), tokens(2, 64))
+    assert same_logits(ours, in_transformers(folder), tokens(256, 2, 64))
     export.main([f'--init_from={folder}', f'--dest={tmp_path}/b'])
     assert open_pretrained(tmp_path / 'b').tokenizer_json() == ids.to_json()
 
@@ -121,7 +117,7 @@ def test_weights_of_half_the_bytes_are_computed_with_in_transformers(tmp_path):
     ours = shaken(rotary=True, conv=3)
     write_hf(tmp_path, ours, BYTES, torch.bfloat16)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
-    expected, found = ours(tokens(2, 64))[0], theirs(tokens(2, 64)).logits
+    expected, found = ours(tokens(256, 2, 64))[0], theirs(tokens(256, 2, 64)).logits
     assert found.dtype == torch.bfloat16
     assert 0 < (found.float() - expected).norm() / expected.norm() < 0.03
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from foreign_models import in_transformers, opened
+from foreign_models import in_transformers, opened, tokens
 from helpers import same_logits
 from safetensors.torch import load_file, save_file
 
@@ -54,18 +54,14 @@ def stored(folder):
             for name, w in load_file(path).items()}
 
 
-def tokens(*shape):
-    return torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(1))
-
-
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=['float32', 'bfloat16'])
 @pytest.mark.parametrize('shape', SHAPES)
 def test_logits_text_and_tensors_are_those_of_transformers_in_and_out(shape, dtype, tmp_path):
     several = {'max_shard_size': '40KB'} if dtype == torch.bfloat16 else {}
     theirs = saved(tmp_path / 'a', shape, dtype, **several)
     ours = opened(tmp_path / 'a')
-    assert same_logits(ours, theirs, tokens(2, 64))
-    prompt = tokens(1, 10)
+    assert same_logits(ours, theirs, tokens(100, 2, 64))
+    prompt = tokens(100, 1, 10)
     text, = generate(ours, prompt.tolist(), 40, temperature=0)
     written = theirs.generate(prompt, do_sample=False, max_new_tokens=40, eos_token_id=None,
                               pad_token_id=0)[0, 10:].tolist()
@@ -78,7 +74,7 @@ def test_logits_text_and_tensors_are_those_of_transformers_in_and_out(shape, dty
     config = json.loads((tmp_path / 'b/config.json').read_text())
     assert config['architectures'] == [type(theirs).__name__]
     assert dtype != torch.float32 or same_logits(ours, in_transformers(tmp_path / 'b'),
-                                                 tokens(2, 64))
+                                                 tokens(100, 2, 64))
 
 
 def test_configurations_of_transformers_4_are_read_as_those_of_5(tmp_path):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from foreign_models import opened
+from foreign_models import opened, tokens
 from helpers import fails
 from test_families import refused
 
@@ -15,10 +15,6 @@ import train
 from model import GPT, GPTConfig
 
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
-
-
-def tokens(*shape):
-    return torch.randint(0, 65, shape, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture
@@ -48,7 +44,7 @@ def test_a_checkpoint_of_nanogpt_is_read(tmp_path, prefix, bias):
     model = GPT(GPTConfig(16, 65, 2, 4, 32, bias=bias, mlp='gelu_erf')).eval()
     nanogpt_checkpoint(tmp_path / 'ckpt.pt', model, prefix)
     again = opened(str(tmp_path / 'ckpt.pt')).eval()
-    assert torch.equal(again(tokens(2, 16))[0], model(tokens(2, 16))[0])
+    assert torch.equal(again(tokens(65, 2, 16))[0], model(tokens(65, 2, 16))[0])
 
 
 def test_a_run_starts_from_the_folder_of_a_nanogpt_run(
@@ -69,7 +65,7 @@ def test_nanogpts_padding_of_gpt2s_vocabulary_is_cut_off(tmp_path):
     nanogpt_checkpoint(tmp_path / 'ckpt.pt', model, vocab_size=50304)
     again = opened(tmp_path / 'ckpt.pt')
     assert again.config.vocab_size == 50257
-    assert torch.equal(again(tokens(1, 8))[0], model(tokens(1, 8))[0][..., :50257])
+    assert torch.equal(again(tokens(65, 1, 8))[0], model(tokens(65, 1, 8))[0][..., :50257])
 
 
 class Harmful:

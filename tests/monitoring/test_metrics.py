@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,21 +18,12 @@ CONFIG = TrainConfig(batch_size=10, block_size=10, gradient_accumulation_steps=1
                      eval_interval=100)
 
 
-class Loader:
-    def tokens_before(self, iter_num):
-        return 100 * iter_num
-
-
-class Model:
-    def flops_per_token(self):
-        return 10**9
-
-
 def new(out_dir, settings=None, world=(1, True), **changes):
     """world: number of processes, and whether this is the first"""
     return Metrics(SimpleNamespace(**{**dict(
         config=replace(CONFIG, out_dir=str(out_dir), **settings or {}), record={'compile': False},
-        train_data=Loader(), model=Model(), device=torch.device('cpu'), dtype='float32',
+        train_data=Mock(tokens_before=lambda iter_num: 100 * iter_num),
+        model=Mock(flops_per_token=lambda: 10**9), device=torch.device('cpu'), dtype='float32',
         scaler=torch.amp.GradScaler('cpu', enabled=False),
         world=SimpleNamespace(size=world[0], is_main=world[1])), **changes}), bytes_per_token=4.0)
 
@@ -136,12 +128,7 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
 
 
 def test_a_backend_or_a_disk_that_fails_stops_no_training(metrics, capsys):
-    class Broken:
-        name = 'broken'
-
-        def log(self, row):
-            raise ConnectionError('the network is gone')
-    metrics.backends = [Broken()]
+    metrics.backends = [Mock(log=Mock(side_effect=ConnectionError('the network is gone')))]
     metrics.evaluation(1, 2.0, 2.0, best=True)
     metrics.evaluation(2, 2.0, 2.0, best=True)
     assert capsys.readouterr().out.count('the network is gone') == 1

@@ -19,7 +19,8 @@ from plaingpt.training.start import Start
 
 
 @pytest.fixture
-def tiny(tiny):
+def tiny(tiny, trained):
+    """Without a length. A run was here before: its imports take no time of one of minutes."""
     return [option for option in tiny if not option.startswith(('--max_iters', '--lr_decay'))]
 
 
@@ -93,52 +94,40 @@ def test_a_run_of_minutes_ends_in_time_and_with_the_rate_at_its_end_on_a_busy_ma
     assert max(rates) > 5e-4 and rates[-1] < 6.2e-5
 
 
-def test_minutes_win_over_a_config_file_and_a_checkpoint_knows_the_end(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(deadline, 'measure', lambda *_: (0.01, 0.01))
-    (tmp_path / 'recipe.py').write_text('max_iters = 40\nlr_decay_iters = 30\n')
-    train.main([*tiny, str(tmp_path / 'recipe.py'), '--minutes=0.03'])
-    state = checkpoints.find(tmp_path / 'out').state
-    config = json.loads((tmp_path / 'out/run.json').read_text())['config']
-    assert state['left_s'] < 2
-    assert state['iter_num'] == config['max_iters'] == config['lr_decay_iters'] \
-        == state['config']['max_iters']
-
-
-def test_a_run_of_minutes_that_was_stopped_goes_on_to_the_end_that_it_had(
+def test_a_run_of_minutes_goes_on_to_the_end_that_it_had_unless_the_command_says_how_far(
         tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(deadline, 'measure', lambda *_: (0.2, 0.1))
-    original = train.get_lr
+    (tmp_path / 'recipe.py').write_text('max_iters = 40\nlr_decay_iters = 30\n')
+    original, resume = train.get_lr, ['--init_from=resume', f'--out_dir={tmp_path}/out']
 
     def get_lr(iter_num, config):
-        if iter_num == 9:
+        if iter_num == 3:
             raise UserError('in the middle')
         return original(iter_num, config)
+
+    def resumed(*words):
+        train.main([*resume, *words])
+        return checkpoints.find(tmp_path / 'out').state
+
     with monkeypatch.context() as patch, pytest.raises(UserError, match='in the middle'):
         patch.setattr(Deadline, 'decide', lambda *_: None)  # of some 12 iterations
         patch.setattr(train, 'get_lr', get_lr)
-        train.main([*tiny, '--minutes=0.05'])
+        train.main([*tiny, str(tmp_path / 'recipe.py'), '--minutes=0.05'])  # which win
     before = checkpoints.find(tmp_path / 'out').state
-    assert before['left_s'] < 3 and before['iter_num'] == 9
-    train.main(['--init_from=resume', f'--out_dir={tmp_path}/out', '--log_interval=1'])
-    after = checkpoints.find(tmp_path / 'out').state
+    assert before['left_s'] < 3 and before['iter_num'] == 3
+    after = resumed('--log_interval=1')
     assert after['left_s'] < before['left_s']
-    assert after['config']['lr_decay_iters'] == after['iter_num'] > 9
+    end = after['iter_num']
+    config = json.loads((tmp_path / 'out/run.json').read_text())['config']
+    assert config['max_iters'] == config['lr_decay_iters'] == end > 3
+    assert after['config']['max_iters'] == after['config']['lr_decay_iters'] == end
     assert after['config']['eval_iters'] == before['config']['eval_iters']
-
-
-def test_minutes_of_a_run_that_goes_on_are_added_to_it_until_the_command_says_how_many(
-        tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(deadline, 'measure', lambda *_: (0.1, 0.0))
     monkeypatch.setattr(Deadline, 'decide', lambda *_: None)
-    train.main([*tiny, '--max_iters=6'])
-    assert checkpoints.find(tmp_path / 'out').state['left_s'] is None
-    train.main(['--init_from=resume', '--minutes=0.05', f'--out_dir={tmp_path}/out'])
-    state = checkpoints.find(tmp_path / 'out').state
-    assert 6 < state['iter_num'] == state['config']['lr_decay_iters'] <= 6 + 30
-    assert state['left_s'] < 3
-    train.main(['--init_from=resume', '--max_iters=40', f'--out_dir={tmp_path}/out'])
-    state = checkpoints.find(tmp_path / 'out').state
-    assert state['left_s'] is None and state['iter_num'] == 40
+    more = resumed('--minutes=0.1')  # which are added
+    assert end + 20 < more['iter_num'] == more['config']['lr_decay_iters'] <= end + 30
+    assert more['left_s'] < 6
+    last = resumed(f'--max_iters={end + 40}')
+    assert last['left_s'] is None and last['iter_num'] == end + 40
 
 
 def test_minutes_that_are_too_few_are_refused_and_nothing_is_written(
@@ -146,14 +135,6 @@ def test_minutes_that_are_too_few_are_refused_and_nothing_is_written(
     monkeypatch.setattr(deadline, 'measure', lambda *_: (1.0, 1.0))
     assert 'too short' in fails(capsys, monkeypatch, train.main, *tiny, '--minutes=0.05')
     assert not list(tmp_path.glob('out/*'))
-
-
-@pytest.mark.slow
-def test_two_processes_agree_on_the_iterations_that_fit(tiny, tmp_path):
-    launch(train.main, 2, tmp_path, *tiny, '--minutes=0.1', '--eval_interval=10000',
-                    '--log_interval=10', '--check=False')
-    state = checkpoints.find(tmp_path / 'out').state
-    assert state['iter_num'] == state['config']['max_iters'] > 0
 
 
 # -----------------------------------------------------------------------------
@@ -188,9 +169,12 @@ def test_a_resumed_run_on_own_text_has_the_size_that_it_began_with(trained, monk
 
 
 @pytest.mark.slow
-def test_processes_whose_config_file_measured_something_else_agree(tiny, tmp_path):
+def test_processes_that_measure_something_else_agree_on_the_size_and_the_iterations(tiny, tmp_path):
     (tmp_path / 'recipe.py').write_text(
         'import os\nn_embd = 32 * (1 + int(os.environ["RANK"]))\n')
     words = [word for word in tiny if not word.startswith('--n_embd')]
-    launch(train.main, 2, tmp_path, str(tmp_path / 'recipe.py'), *words, '--max_iters=2')
-    assert checkpoints.find(tmp_path / 'out').state['model']['n_embd'] == 32
+    launch(train.main, 2, tmp_path, str(tmp_path / 'recipe.py'), *words, '--minutes=0.1',
+           '--eval_interval=10000', '--log_interval=10', '--check=False')
+    state = checkpoints.find(tmp_path / 'out').state
+    assert state['model']['n_embd'] == 32
+    assert state['iter_num'] == state['config']['max_iters'] > 0

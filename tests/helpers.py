@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 import prepare
+from model import GPT
+from plaingpt.data.batches import BatchLoader
 from plaingpt.data.chat_tokenizer import ChatTokenizer
 from plaingpt.data.tokenizers import ByteTokenizer
 from plaingpt.inference import lm_eval_model
@@ -60,6 +62,11 @@ def options(**values):
 TINY = options(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, max_iters=6,
                gradient_accumulation_steps=2, eval_interval=3, eval_iters=2, warmup_iters=2,
                lr_decay_iters=6, device='cpu', dtype='float32', report=False)
+# of runs that the preflight checks
+CHECKED = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, total_batch_size=0,
+               gradient_accumulation_steps=2, device='cpu', dtype='float32', vocab_size=0,
+               compile=False, max_iters=300, eval_iters=2, eval_interval=10,
+               warmup_iters=2, lr_decay_iters=300, check=True)
 
 
 def fails(capsys, monkeypatch, main, *argv):
@@ -285,9 +292,21 @@ class HostReads(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def in_background(Saver, *arguments, **how):
-    """A Saver that writes while training goes on, as on CUDA."""
-    return Saver(*arguments, **{**how, 'background': True})
+def after_init(patch, change):
+    """change(model) happens to each GPT that is made. patch: a fixture of tests/checks"""
+    def changed(init):
+        def __init__(self, config):
+            init(self, config)
+            with torch.no_grad():
+                change(self)
+        return __init__
+    patch(GPT, '__init__', changed)
+
+
+def change_batches(patch, change):
+    """Each batch becomes change(idx, targets)."""
+    patch(BatchLoader, '_on_host', lambda on_host: lambda self, starts: change(
+        *on_host(self, starts)))
 
 
 def lines(out_dir, key):

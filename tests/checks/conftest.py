@@ -1,7 +1,6 @@
 import pytest
 import torch
-from changes import SMALL
-from helpers import options
+from helpers import CHECKED, options
 
 import train
 from configurator import load_config
@@ -17,7 +16,7 @@ def failed(char_data, tmp_path, monkeypatch, capsys):
     """failed(config file, …, setting=value, …) → the names of the checks that fail for a small run
     of these settings. It is set up in this process, and nothing of it is written."""
     def failed(*files, **settings):
-        settings = {**SMALL, 'dataset': char_data, 'out_dir': tmp_path / 'out', **settings}
+        settings = {**CHECKED, 'dataset': char_data, 'out_dir': tmp_path / 'out', **settings}
         start = Start()
         config = load_config(TrainConfig, [*map(str, files), *options(**settings)],
                              read_saved=start.read)

@@ -5,8 +5,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from changes import SMALL, after_init, change_batches
-from helpers import ROOT, options
+from helpers import CHECKED, ROOT, after_init, change_batches, options
 
 import model
 import train
@@ -35,7 +34,7 @@ def test_every_recipe_passes(failed):
     for path in sorted(ROOT.glob('config/*.py')):
         if path.stem not in ('quickstart_sample', 'finetune_shakespeare', 'finetune_chat',
                              'grid_cpu'):
-            config = load_config(TrainConfig, [str(path), *options(**SMALL)])
+            config = load_config(TrainConfig, [str(path), *options(**CHECKED)])
             recipes[str(config.gpt_config(88)), config.optimizer, config.lr_schedule] = path
     assert len(recipes) > 3  # the others are the same at this size
     for path in recipes.values():

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from changes import after_init, change_batches
-from helpers import exit_code, fork_job
+from helpers import after_init, change_batches, exit_code, fork_job
 
 import evaluate
 import model

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from helpers import TINY, launch
 
+import model as model_file
 import plot
 import train
-from model import rotate
 from plaingpt.monitoring.run_record import read_rows
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import film
@@ -29,16 +29,16 @@ def iterations(out_dir):
     return [row['iter'] for row in moments(out_dir)]
 
 
-def test_a_moment_is_what_the_model_computes(tiny, tmp_path, char_data):
+def test_a_moment_is_what_the_model_computes(tiny, tmp_path, char_data, monkeypatch):
     train.main([*tiny, '--film', '--rotary=True', '--qk_norm=True', '--n_kv_head=1', '--conv=2'])
     *_, row = moments(tmp_path / 'out')
     model = checkpoints.find(tmp_path / 'out', 'latest').load_model().eval()
     chars = json.loads((char_data / 'meta.json').read_text())['tokenizer']['chars']
     [passage] = row['passages']
     idx = torch.tensor([[chars.index(token) for token, *_ in passage]])
-    qkv = {}
-    attention = model.transformer.h[1].attn
-    attention.c_attn.register_forward_hook(lambda module, args, out: qkv.update(all=out))
+    seen, attention = [], model_file.attention  # q (1, 2, T, D) and k (1, 1, T, D) of each layer
+    monkeypatch.setattr(model_file, 'attention', lambda q, k, *rest: (
+        seen.append((q, k)), attention(q, k, *rest))[1])
     with torch.no_grad():
         logits = model(idx)[0][0]  # (T, V)
         losses = F.cross_entropy(logits[:-1], idx[0, 1:], reduction='none')
@@ -46,11 +46,8 @@ def test_a_moment_is_what_the_model_computes(tiny, tmp_path, char_data):
     assert abs(row['loss'] - losses.mean().item()) < 1e-3
     for (_, _, guesses), at in zip(passage[1:], logits, strict=False):
         assert guesses[0][0] == chars[at.argmax()] and len(guesses) == 5
-    q, k, _ = qkv['all'][0].split(attention.sizes, dim=1)  # (T, H·D)
-    q, k = (x.unflatten(1, (-1, attention.head_size)).transpose(0, 1) for x in (q, k))
-    q, k = attention.q_norm(q), attention.k_norm(k)  # (H or KV, T, D)
-    q, k = (rotate(x, model.cos[:16], model.sin[:16]) for x in (q, k))
-    scores = q @ k.mT / attention.head_size**0.5
+    q, k = seen[1]
+    scores = (q @ k.mT)[0] / q.size(3)**0.5
     expected = scores.masked_fill(torch.ones(16, 16).triu(1).bool(), -torch.inf).softmax(dim=-1)
     maps = np.frombuffer(base64.b64decode(row['maps']), np.uint8).reshape(row['maps_shape'])
     assert maps.shape == (2, 2, 16, 16)

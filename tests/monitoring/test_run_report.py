@@ -1,11 +1,10 @@
 """report.md and loss.png: what came of a run, and how it ended."""
 
-import itertools
 import os
 import signal
 
 import pytest
-from helpers import in_the_loop, lines, size_of_png
+from helpers import change_steps, lines, size_of_png
 from matplotlib.figure import Figure
 
 import train
@@ -35,13 +34,12 @@ def test_a_report_has_what_looks_wrong(trained):
 
 def test_an_interrupted_run_is_reported_where_it_stands(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(run_report, 'draw_runs', lambda *_: None)
-    original, steps = train.forward_backward, itertools.count(1)
 
-    def interrupted(*arguments):
-        if next(steps) == 46:
+    def interrupted(n, model, loss):
+        if n == 46:
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(*arguments)
-    in_the_loop(monkeypatch, forward_backward=interrupted)
+        return loss
+    change_steps(monkeypatch, interrupted)
     long = [*tiny, '--report=True', '--lr_decay_iters=450', '--eval_interval=150']
     train.main([*long, '--max_iters=450', '--log_interval=50'])
     text = (tmp_path / 'out/report.md').read_text()

@@ -1,6 +1,5 @@
 """A run whose model is shared among processes is the run of one process."""
 
-import itertools
 import math
 import os
 from contextlib import nullcontext
@@ -9,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import TINY, in_the_loop, launch, lines, options
+from helpers import TINY, change_steps, launch, lines, options
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor
 
@@ -72,21 +71,20 @@ def test_a_model_on_the_meta_device_has_buffers_and_ties_and_draws_no_weights():
 
 def test_a_model_of_your_own_begins_as_on_one_process_and_a_bad_step_of_one_moves_no_weight_on_any(
         run, tmp_path, monkeypatch):
-    init, steps, original = GPT.__init__, itertools.count(1), train.forward_backward
+    init = GPT.__init__
 
     def with_wide_positions(self, config):
         init(self, config)
         torch.nn.init.normal_(self.transformer.wpe.weight, std=0.5)
 
-    def poisoned(model, *rest):
+    def poisoned(n, model, loss):
         """The loss of the second step is not finite on rank 1, or on the only process."""
-        loss = original(model, *rest)
-        bad = next(steps) == 2 and os.environ.get('RANK', '1') == '1'
+        bad = n == 2 and os.environ.get('RANK', '1') == '1'
         return loss * math.nan if bad else loss
 
     monkeypatch.setattr(GPT, '__init__', with_wide_positions)
     monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda: False)  # Muon rounds nothing
-    in_the_loop(monkeypatch, forward_backward=poisoned)
+    change_steps(monkeypatch, poisoned)
     words = ['--max_iters=3', '--optimizer=muon']
     run('one', *words, processes=1)
     printed = run('two', *words)

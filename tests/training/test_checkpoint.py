@@ -2,6 +2,7 @@ import math
 import os
 import random
 from dataclasses import asdict
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -119,9 +120,7 @@ def test_a_save_in_the_background_writes_what_the_weights_were(model, optimizer,
 @pytest.mark.parametrize('background', [False, True])
 def test_a_save_that_fails_is_told_and_leaves_the_one_before(
         model, optimizer, save, tmp_path, monkeypatch, capsys, background):
-    def full_disk(*_):
-        raise OSError(28, 'No space left on device')
-
+    full_disk = Mock(side_effect=OSError(28, 'No space left on device'))
     save(10)
     saver = checkpoints.Saver(tmp_path, background=background)
     for name, iter_num in (('save_file', 20), ('write_json', 30)):

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import fails, in_the_loop
+from helpers import change_steps, fails
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -220,15 +220,12 @@ def test_a_model_or_a_batch_too_large_is_one_line_before_it_is_made(tiny, capsys
 
 def test_out_of_memory_is_one_line_and_the_checkpoint_stays_whole(tiny, tmp_path, capsys,
                                                                   monkeypatch):
-    original, steps = train.forward_backward, []
-
-    def step(*arguments):
-        steps.append(1)
-        if len(steps) == 5:
+    def step(n, model, loss):
+        if n == 5:
             raise torch.OutOfMemoryError('CUDA out of memory')
-        return original(*arguments)
+        return loss
 
-    in_the_loop(monkeypatch, forward_backward=step)
+    change_steps(monkeypatch, step)
     assert 'out of memory' in fails(capsys, monkeypatch, train.main, *tiny)
     found = checkpoints.find(tmp_path / 'out')
     assert found.iter_num == 3 and found.load_model()  # of the last evaluation

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import fails, launch
+from helpers import change_steps, fails, launch
 
 import train
 from configurator import load_config
@@ -98,12 +98,12 @@ def test_a_run_of_minutes_goes_on_to_the_end_that_it_had_unless_the_command_says
         tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(deadline, 'measure', lambda *_: (0.2, 0.1))
     (tmp_path / 'recipe.py').write_text('max_iters = 40\nlr_decay_iters = 30\n')
-    original, resume = train.get_lr, ['--init_from=resume', f'--out_dir={tmp_path}/out']
+    resume = ['--init_from=resume', f'--out_dir={tmp_path}/out']
 
-    def get_lr(iter_num, config):
-        if iter_num == 3:
+    def stop(n, model, loss):
+        if n == 4:
             raise UserError('in the middle')
-        return original(iter_num, config)
+        return loss
 
     def resumed(*words):
         train.main([*resume, *words])
@@ -111,7 +111,7 @@ def test_a_run_of_minutes_goes_on_to_the_end_that_it_had_unless_the_command_says
 
     with monkeypatch.context() as patch, pytest.raises(UserError, match='in the middle'):
         patch.setattr(Deadline, 'decide', lambda *_: None)  # of some 12 iterations
-        patch.setattr(train, 'get_lr', get_lr)
+        change_steps(patch, stop)
         train.main([*tiny, str(tmp_path / 'recipe.py'), '--minutes=0.05'])  # which win
     before = checkpoints.find(tmp_path / 'out').state
     assert before['left_s'] < 3 and before['iter_num'] == 3

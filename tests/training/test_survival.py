@@ -10,14 +10,15 @@ import signal
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from helpers import (
     ROOT,
+    change_steps,
     exit_code,
     fails,
     fork,
-    in_the_loop,
     launch,
     lines,
     one_benchmark,
@@ -175,21 +176,17 @@ def anomalies(out_dir):
     return [json.loads(line) for line in (out_dir / 'anomalies.jsonl').read_text().splitlines()]
 
 
-def spoil_steps(bad_losses, bad_gradients=()):
+def spoil_steps(monkeypatch, bad_losses, bad_gradients=()):
     """Steps, counted from 1, whose loss and gradients are NaN, or the gradients alone."""
-    original, count = train.forward_backward, itertools.count(1)
-
-    def step(model, *rest):
-        loss, n = original(model, *rest), next(count)
+    def spoil(n, model, loss):
         if n in (*bad_losses, *bad_gradients):
             next(model.parameters()).grad[0, 0] = math.nan
-            return loss * math.nan if n in bad_losses else loss
-        return loss
-    return step
+        return loss * math.nan if n in bad_losses else loss
+    change_steps(monkeypatch, spoil)
 
 
 def test_a_bad_step_leaves_weights_and_optimizer_alone(tiny, tmp_path, monkeypatch, capsys):
-    in_the_loop(monkeypatch, forward_backward=spoil_steps([2], [4]))
+    spoil_steps(monkeypatch, [2], [4])
     monkeypatch.setattr(step_guard, 'MAX_BAD_STEPS', 2)
     train.main([*tiny, '--checkpoint_interval=1'])
     out = tmp_path / 'out'
@@ -206,7 +203,7 @@ def test_a_bad_step_leaves_weights_and_optimizer_alone(tiny, tmp_path, monkeypat
     ('float32', [3, 4, 5, 6], [], 6), ('float16', [], range(3, 99), 22)])  # 16 may overflow
 def test_too_many_bad_steps_in_a_row_stop_the_run_with_the_weights_before_them(
         tiny, tmp_path, capsys, monkeypatch, dtype, bad_losses, bad_gradients, end):
-    in_the_loop(monkeypatch, forward_backward=spoil_steps(bad_losses, bad_gradients))
+    spoil_steps(monkeypatch, bad_losses, bad_gradients)
     monkeypatch.setattr(step_guard, 'MAX_BAD_STEPS', 3)
     message = fails(capsys, monkeypatch, train.main, *tiny, '--checkpoint_interval=2',
                     '--log_interval=100', '--eval_interval=100', '--max_iters=100',
@@ -224,11 +221,9 @@ def test_too_many_bad_steps_in_a_row_stop_the_run_with_the_weights_before_them(
 
 
 def test_a_final_save_that_fails_is_exit_code_1(tiny, trained, tmp_path, monkeypatch, capsys):
-    def disk_full(*_):
-        raise OSError(28, 'No space left on device')
-
     shutil.copytree(trained, tmp_path / 'out')
-    monkeypatch.setattr(checkpoints, 'write_files', disk_full)
+    monkeypatch.setattr(checkpoints, 'write_files', Mock(
+        side_effect=OSError(28, 'No space left on device')))
     with pytest.raises(SystemExit) as exit_:
         train.main([*tiny, '--init_from=resume', '--max_iters=7'])
     assert exit_.value.code == 1 and 'No space left' in capsys.readouterr().err

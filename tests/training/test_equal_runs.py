@@ -3,11 +3,13 @@ copies of the model or shares of it, after a resume, and watched or not; for eac
 of data."""
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
 from helpers import (
     TINY,
+    in_background,
     launch,
     lines,
     one_benchmark,
@@ -85,9 +87,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     whole, cut = tmp_path / 'whole', tmp_path / 'cut'
     words = [*TINY, *STEP, *RECIPES[recipe], f'--dtype={dtype}', '--dropout=0.2',
              f'--parallel={"fsdp" if processes > 1 else "auto"}']
-    with monkeypatch.context() as patch:  # saved while training goes on, as on CUDA
-        patch.setattr(train, 'Saver', lambda *arguments, **how: checkpoints.Saver(
-            *arguments, **{**how, 'background': True}))
+    with monkeypatch.context() as patch:
+        patch.setattr(train, 'Saver', partial(in_background, train.Saver))
         launch(train.main, processes, tmp_path, *words, '--check=auto', f'--out_dir={whole}')
     shutil.copytree(whole, cut)
     shutil.rmtree(checkpoints.find(cut).path)  # of iteration 6; that of 3 remains

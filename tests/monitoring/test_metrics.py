@@ -18,14 +18,13 @@ CONFIG = TrainConfig(batch_size=10, block_size=10, gradient_accumulation_steps=1
                      eval_interval=100)
 
 
-def new(out_dir, settings=None, world=(1, True), **changes):
-    """world: number of processes, and whether this is the first"""
+def new(out_dir, processes=1, **changes):
     return Metrics(SimpleNamespace(**{**dict(
-        config=replace(CONFIG, out_dir=str(out_dir), **settings or {}), record={'compile': False},
+        config=replace(CONFIG, out_dir=str(out_dir)), record={'compile': False},
         train_data=Mock(tokens_before=lambda iter_num: 100 * iter_num),
         model=Mock(flops_per_token=lambda: 10**9), device=torch.device('cpu'), dtype='float32',
         scaler=torch.amp.GradScaler('cpu', enabled=False),
-        world=SimpleNamespace(size=world[0], is_main=world[1])), **changes}), bytes_per_token=4.0)
+        world=SimpleNamespace(size=processes, is_main=True)), **changes}), bytes_per_token=4.0)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +59,7 @@ def test_mfu_is_that_of_each_gpu_and_null_where_the_peak_is_not_known(tmp_path, 
     monkeypatch.setattr('plaingpt.monitoring.metrics.peak_memory_bytes', lambda _: 0)
     shares = []
     for i, (name, changes) in enumerate([
-            ('NVIDIA A100-SXM4', {}), ('NVIDIA A100-SXM4', {'world': (2, True)}),
+            ('NVIDIA A100-SXM4', {}), ('NVIDIA A100-SXM4', {'processes': 2}),
             ('NVIDIA A100-SXM4', {'dtype': 'float32'}), ('NVIDIA GB999', {}), ('cpu', {})]):
         monkeypatch.setattr('plaingpt.monitoring.metrics.device_name', lambda _, name=name: name)
         (tmp_path / str(i)).mkdir()

@@ -21,7 +21,6 @@ def bytes_a_token(folder, n):
     """UTF-8 bytes a token of the targets of n sequences that are spread over a validation split."""
     stream, tokenizer = open_dataset(folder).split('val'), open_dataset(folder).tokenizer()
     sequences = (len(stream) - 1) // 16
-    n = min(n, sequences)
     targets = np.concatenate([stream.read(i * sequences // n * 16 + 1, 16) for i in range(n)])
     return len(tokenizer.decode_bytes(targets[targets != tokenizer.end_of_text])) / len(targets)
 

@@ -88,27 +88,22 @@ def test_a_signal_ends_an_evaluation_and_the_run_is_saved(tiny, trained, tmp_pat
     assert lines(tmp_path / 'out', 'val_loss')[-1]['iter'] == 6
 
 
-class StopAt:
-    """Stops a run when it asks for the n-th time whether it is to stop."""
+def stopped_at(n, monkeypatch, *argv):
+    """Stop a run when it asks for the n-th time whether it is to stop → how often it asked."""
+    original, count = StopRequest.agreed_signal, itertools.count(1)
 
-    def __init__(self, monkeypatch):
-        original = StopRequest.agreed_signal
-
-        def agreed_signal(stop):
-            self.asked += 1
-            if self.asked == self.at:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return original(stop)
-        monkeypatch.setattr(StopRequest, 'agreed_signal', agreed_signal)
-
-    def main(self, n, *argv):
-        self.asked, self.at = 0, n
+    def agreed_signal(stop):
+        if next(count) == n:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(stop)
+    with monkeypatch.context() as patch:
+        patch.setattr(StopRequest, 'agreed_signal', agreed_signal)
         train.main(argv)
-        return self.asked
+    return next(count) - 1
 
 
 def test_a_run_stopped_before_its_first_iteration_promises_no_resume(tiny, monkeypatch, capsys):
-    StopAt(monkeypatch).main(1, *tiny)
+    stopped_at(1, monkeypatch, *tiny)
     out = capsys.readouterr().out
     assert 'nothing to continue' in out and '--init_from=resume' not in out
 
@@ -118,8 +113,8 @@ def test_a_run_stopped_anywhere_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch)
     monkeypatch.setattr(train, 'write_report', lambda *_: None)  # its plots take a second
     tiny = [*tiny, '--dropout=0.2', '--report=True', '--max_iters=4', '--eval_tasks=own',
             '--eval_interval=2']
-    stop_at, whole = StopAt(monkeypatch), tmp_path / 'whole'
-    asked = stop_at.main(0, *tiny, f'--out_dir={whole}')
+    whole = tmp_path / 'whole'
+    asked = stopped_at(None, monkeypatch, *tiny, f'--out_dir={whole}')
 
     def numbers(out_dir):
         return [{key: value for key, value in row.items()
@@ -127,8 +122,8 @@ def test_a_run_stopped_anywhere_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch)
                 for row in lines(out_dir, 'iter')]
     for n in range(9, asked, 16):  # those before are at iteration 0
         out_dir = tmp_path / f'cut{n}'
-        stop_at.main(n, *tiny, f'--out_dir={out_dir}')
-        stop_at.main(0, *tiny, f'--out_dir={out_dir}', '--init_from=resume')
+        stopped_at(n, monkeypatch, *tiny, f'--out_dir={out_dir}')
+        train.main([*tiny, f'--out_dir={out_dir}', '--init_from=resume'])
         assert same(weights(whole), weights(out_dir)), n
         assert numbers(whole) == numbers(out_dir), n
         for key in ('val_loss', 'evaluated', 'best_val_loss', 'evals_since_best'):

@@ -3,6 +3,7 @@
 import json
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -16,7 +17,12 @@ import train
 from plaingpt.data import batches
 from plaingpt.data.batches import BatchLoader
 from plaingpt.system.errors import UserError
-from plaingpt.training import checkpoint, optimizers, step_guard
+from plaingpt.training import (
+    checkpoint,
+    optimizers,
+    schedules,
+    step_guard,
+)
 
 # What people break is a function of patch(owner, name, change): owner.name becomes
 # change(what it was).
@@ -73,6 +79,16 @@ def branch_detached(self, x, *rest):
     return x + self.mlp(self.ln_2(x.detach()))
 
 
+class WrongBackwardPass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.relu().square()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad  # and should be 2·relu(x)·grad
+
+
 def after_building(change):
     """change(model) happens to the model of the run alone."""
     def changed(build_optimizer):
@@ -116,16 +132,20 @@ not_causal = attention_with_mask(lambda T: None)
 # The check that fails → [(what is broken, what breaks it, settings of the run)]
 SPOILED = {
     'the future is hidden': [
+        ('attention is not causal', not_causal, {}),
         ('the mask lets one later token through', attention_with_mask(
             lambda T: torch.ones(T, T, dtype=torch.bool).tril(1)), {'n_layer': 1}),
         ('the future leaks late in the sequence', attention_with_mask(
             lambda T: torch.ones(T, T, dtype=torch.bool).tril()
             | (torch.arange(T) >= 40)[:, None]), {'block_size': 64}),
+        ('targets are read', reading_targets(lambda gpt: True), {}),
         ('targets are read in evaluations', reading_targets(lambda gpt: not gpt.training),
          {'tied_head': False, 'zero_init': True}),
         ('targets are read in training', reading_targets(lambda gpt: gpt.training),
          {'tied_head': False})],
     'the order of tokens matters': [
+        ('the mask leaves each token alone', attention_with_mask(
+            lambda T: torch.eye(T, dtype=torch.bool)), {}),
         ('rotary is not applied', replaced(
             model, 'rotate', lambda _: lambda x, cos, sin: x), {'rotary': True})],
     'the first loss is usual': [
@@ -139,6 +159,9 @@ SPOILED = {
             model.Block, 'forward', lambda _: lambda self, x, *rest:
             self.mlp(self.ln_2(x + self.attn(self.ln_1(x), *rest)))), {})],
     'sequences and documents are apart': [
+        ('rows share a norm', replaced(
+            model.MLP, 'forward', lambda forward: lambda self, x:
+            forward(self, x - x.mean(dim=0))), {}),
         ('rows of large batches share a norm', replaced(
             model.MLP, 'forward', lambda forward: lambda self, x:
             forward(self, x - x.mean(dim=0) * (len(x) > 4))), {'batch_size': 6}),
@@ -149,7 +172,10 @@ SPOILED = {
         ('detached before each MLP', replaced(
             model.Block, 'forward', lambda _: detached_before_each_mlp), {})],
     'the gradient is true': [
-        ('a branch is detached', replaced(model.Block, 'forward', lambda _: branch_detached), {})],
+        ('a branch is detached', replaced(model.Block, 'forward', lambda _: branch_detached), {}),
+        ('a backward pass is wrong', replaced(
+            model, 'ACTIVATIONS', lambda table: {**table, 'relu2': WrongBackwardPass.apply}),
+         {'mlp': 'relu2', 'n_embd': 64})],
     'the loss is that of the logits': [
         ('the loss is shifted twice', replaced(
             model.GPT, 'forward', lambda forward: lambda self, idx, targets=None: forward(
@@ -192,7 +218,12 @@ SPOILED = {
             batches, 'permute', lambda _: lambda indices, n, k: indices), {}),
         ('an epoch of little text', replaced(BatchLoader, '__init__', epoch_of_little_text), {})],
     'batches are what the files hold': [
+        ('sequences at random', replaced(
+            BatchLoader, 'sequence_ids', lambda _: lambda self, step, micro:
+            np.random.default_rng().integers(0, self.sequences_per_epoch, self.batch_size)), {}),
         ('targets are not shifted', not_shifted, {}),
+        ('targets are shifted by two', other_batches(
+            lambda idx, targets: (idx, targets.roll(-1, dims=1))), {}),
         ('tokens are left out', other_batches(
             lambda idx, targets: (idx.clamp(min=3), targets)), {}),
         ('splits are swapped', replaced(
@@ -207,6 +238,8 @@ SPOILED = {
             BatchLoader, 'eval_batches', lambda batches_of: lambda *arguments:
             [starts * 0 for starts in batches_of(*arguments)]), {})],
     'a step follows the gradient': [
+        ('uphill', replaced(torch.amp.GradScaler, 'scale', lambda scale: lambda self, loss:
+                            scale(self, -loss)), {}),
         ('the loss is not divided', replaced(
             train, 'forward_backward', lambda original: lambda gpt, batches, micro_steps, *rest:
             sum(original(gpt, batches, 1, *rest) for _ in range(micro_steps))), {}),
@@ -217,7 +250,11 @@ SPOILED = {
             1 - original(*arguments)), {})],
     'the learning rate lasts': [
         ('the rate is gone at iteration 15', lambda patch: None,
-         {'lr_decay_iters': 15, 'min_lr': 0.0})]}
+         {'lr_decay_iters': 15, 'min_lr': 0.0}),
+        ('a schedule of another unit', replaced(
+            schedules, 'SCHEDULES', lambda table: {**table, 'linear': lambda it, config:
+                                                   config.learning_rate * max(0.0, 1 - it / 100)}),
+         {'lr_schedule': 'linear', 'max_iters': 1000, 'lr_decay_iters': 1000})]}
 
 
 @pytest.mark.parametrize(('check', 'spoil', 'settings'), [

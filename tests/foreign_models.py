@@ -38,6 +38,11 @@ def tokens(vocab_size, *shape):
     return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(1))
 
 
+STRANGE = [  # texts
+    'Hello, wörld!  Grüße, ÀÈÌ\n\n\t 12345 ', '日本語のテキスト、中文。', '🎉🎉\r\n👩‍👧‍👦 🇩🇪',
+    '    ', 'a    b\n\n\nc', ' ', '\n', '', 'aaaaaaaaaaa' * 3, "it's we'll I'd 'S WE'LL 1234567",
+    '\x00\x7f\xad¡', 'e\u0301 \u200b\u3000\xa0x \u2028\u2029\x85\x1c', 'Ⅷ ₂³½ ٣',
+    'def f(x):\n    return  x\n\n  ']
 CHATML = ("{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
           "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
           "Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import yaml
-from foreign_models import in_transformers, opened, shaken, tokens
+from foreign_models import STRANGE, in_transformers, opened, shaken, tokens
 from helpers import ROOT, TINY, same_logits
 
 import export
@@ -146,10 +146,6 @@ def test_a_run_goes_out_with_the_facts_of_it_and_another_starts_from_the_folder(
 
 # -----------------------------------------------------------------------------
 # tokenizers
-
-
-STRANGE = ['Hello, wörld!  日本語\n\n\t 12345 ', '    ', 'a    b', '🎉🎉\r\n', '\x00\x7f\xad¡',
-           'aaaaaaaaaaa' * 3, 'ÀÈÌ' * 5, "it's"]
 
 
 @pytest.mark.parametrize('kind', [

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from foreign_models import KINDS, THINKING, save_model, save_tokenizer
+from foreign_models import KINDS, STRANGE, THINKING, save_model, save_tokenizer
 from helpers import ask
 
 import evaluate
@@ -18,9 +18,7 @@ from plaingpt.inference.text_generator import StreamDecoder
 from plaingpt.system.errors import UserError
 from plaingpt.training.open_weights import ModelChoice, load
 
-TEXTS = ['Hello, wörld!  日本語\n\n\t 12345 ', '', '    ', 'a    b\n\n\nc', '🎉🎉\r\n',
-         '\x00\x7f\xad¡', "it's WE'LL 1234567", 'e\u0301 ÀÈÌ', ' ' * 5000,
-         'user\nassistant\n\nsystem']
+TEXTS = [*STRANGE, ' ' * 5000, 'user\nassistant\n\nsystem']
 CONVERSATIONS = [
     ask('Hi!', 'Hello.'), [{'role': 'system', 'content': 'Be brief.'}, *ask('a', 'b')],
     [*ask('a', 'b'), *ask(' c\n', 'd {{ x }} {% if %}')],

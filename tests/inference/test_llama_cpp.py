@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from foreign_models import shaken
+from foreign_models import STRANGE, shaken
 from helpers import CHAT, shared_file
 from test_chat_export import (
     ANSWER,
@@ -52,12 +52,6 @@ def test_logits_and_200_greedy_tokens_are_those_of_llama_cpp(tmp_path, flags, te
         check(ours, theirs, text, 20)
 
 
-TEXTS = ['Hello, wörld!  Grüße, ÀÈÌ\n\n\t 12345 ', '日本語のテキスト、中文。', '🎉🎉\r\n👩‍👧‍👦 🇩🇪',
-         '    ', 'a    b', ' ', '\n', '', 'aaaaaaaaaaa' * 3, "it's we'll I'd 'S", '\x00\x7f\xad¡',
-         'e\u0301 \u200b\u3000\xa0x \u2028\u2029\x85\x1c', 'Ⅷ ₂³½ ٣',
-         'def f(x):\n    return  x\n\n  ', 'x<|endoftext|>y<|padding|> </s><s><|im_end|><EOT>']
-
-
 @pytest.mark.parametrize('kind', ['byte', 'bpe:700',
                                   pytest.param('gpt2', marks=pytest.mark.slow)])
 def test_llama_cpp_cuts_text_into_our_tokens_and_joins_them(
@@ -65,7 +59,7 @@ def test_llama_cpp_cuts_text_into_our_tokens_and_joins_them(
     code = text_file.read_text(encoding='utf-8')
     tokenizer = tokenizer_of(kind, monkeypatch, [code])
     texts = [code[:20_000], shared_file('wikitext2_valid.txt').read_text(encoding='utf-8')[:20_000],
-             *TEXTS]
+             *STRANGE, 'x<|endoftext|>y<|padding|> </s><s><|im_end|><EOT>']
     end = tokenizer.end_of_text
     path = written(tmp_path, shaken(tokenizer.vocab_size), tokenizer)
     with opened(path) as theirs:

@@ -75,8 +75,9 @@ KINDS = {
     'lines': ({'a.txt.gz': gzip.compress(LINES.encode())}, ['a.txt.gz', '--documents=line'], TEXTS),
     'hub': ({f'hub/train-{n:05}-of-00003.parquet': parquet(body=TEXTS[100 * n:100 * n + 100])
              for n in range(3)}, ['hub', '--text_field=body'], TEXTS),
-    'chat': ({'a.jsonl': ''.join(json.dumps({'prompt': text, 'completion': text}) + '\n'
-                                 for text in TEXTS).encode()}, ['a.jsonl'], None)}
+    'chat': ({'a.jsonl': ''.join(json.dumps({'asked': text, 'said': text}) + '\n'
+                                 for text in TEXTS).encode()},
+             ['a.jsonl', '--prompt=asked', '--completion=said'], None)}
 
 
 @pytest.mark.parametrize('kind', KINDS)

@@ -71,18 +71,14 @@ def training_words(argv):
             if not word.startswith('--') or word[2:].partition('=')[0] not in own]
 
 
-def shape_and_dtype(config, device):
-    shape = config.gpt_config(find_dataset_size(config.dataset, config.vocab_size)[0])
-    return shape, choose_training_dtype(config, shape, device)[0]
-
-
 def measure_step(config, device):
     """Speed of a step → (a row of numbers, its Markdown)."""
     print(f'timing {config.steps} steps, after a few that are not counted …', file=sys.stderr)
     devices.prepare_device(device)
     torch.manual_seed(config.seed)
     compile, _ = devices.choose_compile(config.compile, device)
-    shape, dtype = shape_and_dtype(config, device)
+    shape = config.gpt_config(find_dataset_size(config.dataset, config.vocab_size)[0])
+    dtype, _ = choose_training_dtype(config, shape, device)
     return measure_speed(config, shape, device, dtype, compile)
 
 
@@ -91,6 +87,9 @@ def words_of(variants, config, argv):
     at its end, so that 'auto' follows them. Raises UserError where they cannot be read."""
     found = {}
     for name, changes in variants.items():
+        if changes.keys() & {'seed', 'out_dir'}:
+            raise UserError(f'variant {name!r}: --seeds says how many seeds each has, and each run '
+                            'has a folder of its own: leave seed and out_dir out')
         options, found[name] = [f'--{key}={value}' for key, value in changes.items()], {}
         for seed in range(config.seed, config.seed + config.seeds):
             words = [*training_words(argv), f'--seed={seed}', *options]
@@ -98,7 +97,8 @@ def words_of(variants, config, argv):
                 read = load_config(TrainConfig, words)
             except UserError as problem:
                 raise UserError(f'variant {name!r}: {problem}') from None
-            found[name][seed] = [*words, f'--log_interval={min(read.log_interval, read.max_iters)}']
+            found[name][seed] = [*words, '--log_interval='
+                                 f'{max(1, min(read.log_interval, read.max_iters))}']
     return found
 
 
@@ -115,14 +115,13 @@ def measure_variants(config, argv, folder):
     return rows, runs.format_comparison(runs.compare(rows))
 
 
-def judge(config, argv, device):
+def judge(config, argv):
     """Train the code of a commit and the code as it is here → (a row for each run, their table and
     the verdict, the exit status)."""
-    open_data(config, launched_world())  # prepares a small corpus, where both find it
-    same = {'report': False, 'dtype': shape_and_dtype(config, device)[1]}
-    words = words_of({'base': same, 'change': same}, config, argv)
+    words = words_of({side: {'report': False} for side in ('base', 'change')}, config, argv)
     with tempfile.TemporaryDirectory(prefix='plaingpt-judge-') as folder:
         trees = copy_sides(config.against, Path(folder))
+        open_data(config, launched_world())  # prepares a small corpus, where both find it
         rows = runs.train_all({side: {seed: [of_side(trees[side], word) for word in told]
                                       for seed, told in words[side].items()} for side in words},
                               f'{folder}/runs', trees)
@@ -142,7 +141,7 @@ def main(argv):
     if trains:
         rows, text = measure_variants(config, argv, f'{folder}/{name}')
     elif config.judge:
-        rows, text, status = judge(config, argv, device)
+        rows, text, status = judge(config, argv)
     else:
         row, text = measure_step(config, device)
         rows = [row]

@@ -54,8 +54,8 @@ class EvaluateConfig(ModelChoice):
     def problems(self):
         found = []
         if 'test' in self.tasks.split(','):
-            found.append('tasks=test: there is no test split: prepare the text as a dataset of its '
-                         'own, and score it with --dataset=NAME')
+            found.append('tasks=test: there is no test split: score a file with --tasks=text '
+                         '--data=FILE, or all of a dataset with --tasks=train,val --dataset=NAME')
         if ('text' in self.tasks.split(',')) != bool(self.data):
             found.append('tasks=text goes with --data=FILE, the file to score')
         if self.output and not Path(self.output).parent.is_dir():

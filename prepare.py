@@ -12,6 +12,7 @@ After a kill, the same command goes on after the last finished file of tokens.
 """
 
 import math
+import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -122,7 +123,7 @@ def main(argv):
     prepare = prepare_datatrove if corpus.kind == 'datatrove' else prepare_text
     prepare(name, corpus, folder, config)
     if not config.if_small:
-        dataset = folder.name if folder.parent == Path('data') else folder
+        dataset = folder.name if folder.parent == Path('data') else os.path.join('.', folder)
         is_model = not is_name(config.tokenizer) and not is_dataset(config.tokenizer)
         start = f' --init_from={quoted(config.tokenizer)}' if is_model and name == 'chat' else ''
         print(f'next: python train.py {corpus.recipe} --dataset={quoted(dataset)}{start}')

@@ -2,7 +2,7 @@
 #   python sample.py config/quickstart_sample.py
 
 out_dir = 'out-quickstart'
-start = 'import os\n'
+start = 'def get'
 num_samples = 2
 max_new_tokens = 200
 temperature = 0.8

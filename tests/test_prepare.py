@@ -1,5 +1,6 @@
 import hashlib
 import json
+import re
 import resource
 import sysconfig
 import tracemalloc
@@ -11,7 +12,7 @@ from helpers import ROOT, SHARED, exit_code, fails, fork, shared_file
 import prepare
 from plaingpt.data import documents, encoding, inspection, tokenizer_choice
 from plaingpt.data.corpora import CORPORA, Corpus, find_standard_library
-from plaingpt.data.dataset import open_dataset
+from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.data.tokenizer_choice import choose_vocab_size
 
 
@@ -169,3 +170,10 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
     peak(1000, 'byte')  # what is imported when first used
     for tokenizer in ('byte', 'char'):
         assert peak(2_000_000, tokenizer) < peak(500_000, tokenizer) + 300_000
+
+
+def test_the_next_command_finds_what_was_prepared(text_file, capsys):
+    for folder in ('mine', 'data/mine', 'a/b'):
+        prepare.main(['text', str(text_file), '--tokenizer=byte', f'--data_dir={folder}'])
+        name = re.search(r'^next: .* --dataset=(\S+)', capsys.readouterr().out, re.M)[1]
+        assert dataset_folder(name) == Path(folder)

@@ -86,7 +86,7 @@ evaluate out-none                           → out-none: no checkpoint there
 evaluate run --tasks=text                   → goes with --data
 evaluate run --tasks=val --data=x           → goes with --data
 evaluate run --tasks=text --data=none       → No such file
-evaluate run --tasks=test                   → score it with --dataset=NAME
+evaluate run --tasks=test                   → --tasks=text --data=FILE
 evaluate run --batch_size=0                 → batch_size
 evaluate run --dataset=nowhere              → nowhere is not prepared: text FILES --data_dir
 evaluate run --output=no/folder             → its folder is not there
@@ -139,6 +139,7 @@ bench --variants=yours.py                   → variants=yours.py: no such file;
 bench --variants=grid --batch_size=6        → batch_size=6
 bench --memory                              → python plan.py CONFIG says
 bench --minutes=3                           → minutes=3.0 is for train.py
+bench --sweep=seed=1,2                      → leave seed and out_dir out
 bench --judge --seeds=1                     → judge takes two seeds
 bench --save=text.txt                       → save=text.txt
 bench --variants=LINE.py variants = ["conv"] → variants=LINE.py: it must define variants = {'name':

@@ -6,7 +6,9 @@ reports of the validation split.
 
 import os
 import shutil
+import statistics
 import subprocess
+from functools import partial
 from pathlib import Path
 
 from plaingpt.experiments.runs import compare
@@ -18,16 +20,18 @@ EXIT_STATUS = {'BETTER': 0, 'NOT SHOWN': 3, 'WORSE': 4}
 
 def copy_sides(commit, folder):
     """Copy both into `folder`, since this clone may be edited meanwhile → {name of a side: its
-    folder}. Raises UserError."""
+    folder}. Files that git ignores are left out. Raises UserError."""
     base, change = folder / 'base', folder / 'change'
-    done = subprocess.run(['git', 'archive', f'--output={base}.zip', commit], cwd=ROOT,
-                          capture_output=True, text=True)
+    git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
+    done = git(['git', 'archive', f'--output={base}.zip', commit])
     if done.returncode:
         raise UserError(f'against={commit}: {done.stderr.strip()}')
     shutil.unpack_archive(f'{base}.zip', base)
-    change.mkdir()
-    for path in [*ROOT.glob('*.py'), ROOT / 'config', ROOT / 'plaingpt']:
-        (shutil.copytree if path.is_dir() else shutil.copy)(path, change / path.name)
+    listed = git(['git', 'ls-files', '-z', '--cached', '--others', '--exclude-standard']).stdout
+    for name in filter(os.path.isfile, (ROOT / name for name in listed.split('\0'))):
+        path = change / name.relative_to(ROOT)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(name, path)
     return {'base': base, 'change': change}
 
 
@@ -40,10 +44,14 @@ def of_side(tree, word):
 
 def verdict(rows):
     """The runs of both sides → what they show, and the exit status. Raises UserError."""
-    if len({run['dataset'] for run in rows}) > 1:
-        raise UserError('one side failed, or trained on another dataset')
+    datasets = {run['dataset'] for run in rows}
+    if len(datasets) > 1:
+        raise UserError(f'the sides trained on different datasets, {" and ".join(datasets)}: their '
+                        'losses do not compare')
     _, change = compare(rows)
     if change['change'] is None:
         raise UserError('the last validation loss of a run is not finite')
     said = 'NOT SHOWN' if not change['clear'] else 'BETTER' if change['change'] < 0 else 'WORSE'
-    return said, EXIT_STATUS[said]
+    before, now = (statistics.median(run['seconds'] for run in rows if run['variant'] == side)
+                   for side in ('base', 'change'))
+    return f'{said}, in {now / before:.2f} times the time', EXIT_STATUS[said]

@@ -39,7 +39,8 @@ def read_variants(name, config):
                         'of your own, as --variants=mine.py')
     found = runpy.run_path(str(path)).get('variants')
     found = found(config) if callable(found) else found
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or not found \
+            or not all(isinstance(changes, dict) for changes in found.values()):
         raise UserError(f"variants={name}: it must define variants = {{'name': {{'key': value}}}}")
     return {str(variant): changes for variant, changes in found.items()}
 
@@ -84,8 +85,9 @@ def run_command(name, argv, tree):
     done = subprocess.run([sys.executable, f'{tree}/{name}.py', *argv], capture_output=True,
                           text=True)
     if done.returncode:
-        last = (done.stderr.strip() or f'exit code {done.returncode}').splitlines()[-1]
-        raise UserError(last.removeprefix('error: '))
+        lines = (done.stderr.strip() or f'exit code {done.returncode}').splitlines()
+        told = [line for line in lines if line.startswith('error: ')] or lines[-1:]
+        raise UserError(told[0].removeprefix('error: '))
 
 
 def summarize(folder):
@@ -95,7 +97,7 @@ def summarize(folder):
     rates = [line['tokens_per_s'] for line in lines if 'tokens_per_s' in line]
     step_s = lines[-1]['tokens'] / lines[-1]['iter'] / statistics.median(rates)
     losses = [line['val_loss'] for line in lines if 'val_loss' in line]
-    return {'final_loss': losses[-1], 'step_ms': 1e3 * step_s,
+    return {'final_loss': losses[-1], 'step_ms': 1e3 * step_s, 'seconds': lines[-1]['elapsed_s'],
             'dtype': run['dtype'], 'dataset': run['config']['dataset']}
 
 
@@ -104,7 +106,7 @@ def train_all(variants, folder, trees=None):
     seed after seed, so that a machine whose speed drifts is fair to all variants. A run that fails
     has None for its numbers. Raises UserError where the first one fails.
 
-    trees: {variant: the folder of its code}, where that is not this one"""
+    trees: {variant: the folder of its code}, where that is not this one; then any that fails"""
     order = [(name, seed, of_seeds[seed]) for seed in next(iter(variants.values()))
              for name, of_seeds in variants.items()]
     print(f'{count_of(len(order), "run")}, in {folder}', file=sys.stderr)
@@ -116,8 +118,8 @@ def train_all(variants, folder, trees=None):
         try:
             run |= train_once(words, run['folder'], (trees or {}).get(name, ROOT))
         except UserError as problem:
-            if not runs:
-                raise
+            if not runs or trees:
+                raise UserError(f'{name}, seed {seed}: {problem}') from None
             warn(f'{name}, seed {seed}: {problem}')
             run |= dict.fromkeys(runs[0].keys() - run.keys())
         tqdm.write(f'{name}, seed {seed}: {number(".4f", run["final_loss"])}', file=sys.stderr)

@@ -79,7 +79,7 @@ REMOVED = {
     'path': '--input names it',
     'errors': '--encoding says what the bytes of a text are; iconv -c drops those that are none',
     'test_split': 'prepare it as a dataset of its own, with --split, for evaluate.py --dataset',
-    'test_fraction': 'prepare text to test on as a dataset of its own, for evaluate.py --dataset',
+    'test_fraction': 'keep text to test on in a file, for evaluate.py --tasks=text --data=FILE',
     'html': 'make text of HTML pages with trafilatura or pandoc, and prepare that',
 }
 

@@ -21,29 +21,32 @@ RECIPE = options(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=8, ma
 
 @pytest.mark.parametrize('change, status', [
     ([2.0, 2.01, 1.99], 0), ([4.0, 4.01, 3.99], 4), ([3.001, 2.998, 3.0015], 3)])
-def test_both_sides_have_the_same_seeds_and_one_dtype_and_what_is_clear_is_said(
-        change, status, monkeypatch, char_data):
+def test_both_sides_have_the_same_seeds_and_what_is_clear_is_said(
+        change, status, monkeypatch, capsys, char_data):
     left, made = {'base': [3.0, 3.02, 2.99], 'change': list(change)}, []
 
     def train_once(words, folder, tree):
         config = load_config(bench.TrainConfig, words)
-        made.append((tree.name, config.seed, config.dtype))
-        return {'final_loss': left[tree.name].pop(0), 'step_ms': 10.0, 'dataset': str(char_data)}
+        made.append((tree.name, config.seed))
+        return {'final_loss': left[tree.name].pop(0), 'step_ms': 10.0, 'dataset': str(char_data),
+                'seconds': 2.0 if tree.name == 'base' else 3.0}
     monkeypatch.setattr(runs, 'train_once', train_once)
     monkeypatch.setattr(bench, 'copy_sides', lambda commit, folder: {
         name: folder / name for name in ('base', 'change')})
-    monkeypatch.setattr(bench, 'choose_training_dtype', lambda *_: ('bfloat16', 'measured'))
     with pytest.raises(SystemExit) if status else nullcontext() as ended:
         bench.main([*options(judge=True, dataset=char_data, seed=5, device='cpu')])
     assert not status or ended.value.code == status
-    assert made == [(side, seed, 'bfloat16') for seed in (5, 6, 7) for side in ('base', 'change')]
+    assert made == [(side, seed) for seed in (5, 6, 7) for side in ('base', 'change')]
+    said = {0: 'BETTER', 3: 'NOT SHOWN', 4: 'WORSE'}[status]
+    assert capsys.readouterr().out.endswith(f'\n\n{said}, in 1.50 times the time\n')
 
 
 def test_runs_that_cannot_be_compared_are_an_error():
-    good = [dict(variant=name, seed=seed, final_loss=3.0, step_ms=1.0, dataset='a')
+    good = [dict(variant=name, seed=seed, final_loss=3.0, step_ms=1.0, seconds=1.0, dataset='a')
             for name in ('base', 'change') for seed in (1, 2)]
-    for broken in ({'dataset': 'b'}, {'dataset': None, 'final_loss': None}, {'final_loss': None}):
-        with pytest.raises(UserError, match=r'one side failed|is not finite'):
+    for broken, words in (({'dataset': 'b'}, 'different datasets, a and b|, b and a'),
+                          ({'final_loss': None}, 'is not finite')):
+        with pytest.raises(UserError, match=words):
             judge.verdict([*good[:3], {**good[3], **broken}])
 
 

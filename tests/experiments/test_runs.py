@@ -140,7 +140,7 @@ def test_a_step_takes_the_median_and_nothing_else_counts(tmp_path):
         {**line, 'tokens': 256 * line['iter'], 'elapsed_s': 1.0}) + '\n' for line in lines))
     (tmp_path / 'run.json').write_text(json.dumps({
         'changed': {}, 'config': {'dataset': 'here'}, 'dtype': 'float32'}))
-    assert summarize(tmp_path) == {'step_ms': 1000.0, 'final_loss': 3.0,
+    assert summarize(tmp_path) == {'step_ms': 1000.0, 'final_loss': 3.0, 'seconds': 1.0,
                                    'dtype': 'float32', 'dataset': 'here'}
 
 

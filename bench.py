@@ -13,6 +13,7 @@
 
 import datetime
 import shlex
+import signal
 import sys
 import tempfile
 from dataclasses import dataclass, fields
@@ -131,6 +132,7 @@ def judge(config, argv):
 
 def main(argv):
     config, status = load_config(BenchConfig, argv, __doc__), 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no training outlives this process
     device, _ = devices.choose_device(config.device)
     trains = config.variants or config.sweep
     folder = config.save or ('out-experiments' if trains else '')

@@ -175,5 +175,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
 def test_the_next_command_finds_what_was_prepared(text_file, capsys):
     for folder in ('mine', 'data/mine', 'a/b'):
         prepare.main(['text', str(text_file), '--tokenizer=byte', f'--data_dir={folder}'])
-        name = re.search(r'^next: .* --dataset=(\S+)', capsys.readouterr().out, re.M)[1]
+        out = capsys.readouterr().out
+        assert re.search(r'^100,000 tokens in .* a second$', out, re.M), out
+        name = re.search(r'^next: .* --dataset=(\S+)', out, re.M)[1]
         assert dataset_folder(name) == Path(folder)

@@ -76,8 +76,9 @@ def test_prepare_and_inspect_say_how_much_of_an_own_validation_split_is_trained_
     write_rows(tmp_path / 'in/train.jsonl', documents[:40])
     write_rows(tmp_path / 'in/validation.jsonl', documents[40 - copies:60 - copies])
     prepared(tmp_path / 'd', 'hf', tmp_path / 'in', '--val_split=validation')
-    share = open_dataset(tmp_path / 'd').split_entry('val').get('in_train')
-    assert share == pytest.approx(copies / 20, abs=0.05)
+    entry = open_dataset(tmp_path / 'd').split_entry('val')
+    assert (share := entry['in_train']) == pytest.approx(copies / 20, abs=0.05)
+    assert 'lines_in_train' not in entry  # these documents are long
     said_by_prepare = capsys.readouterr()
     prepare.main(['inspect', f'{tmp_path}/d'])
     for said in (said_by_prepare, capsys.readouterr()):

@@ -68,6 +68,8 @@ def test_a_longer_one_is_cut_before_a_user_speaks_and_a_longer_turn_where_it_mus
     assert (CONVERSATION, USER, c, c, c, c, c) in firsts
     assert (CONVERSATION, e, e, e, END, ASSISTANT, f) in firsts  # within a message
     assert all(set(row) != {-1} for row in targets)
+    padding = 1 - (loader.sizes + loader.with_bos).sum() / (loader.sequences_per_epoch * 20)
+    assert 0 < padding < 1 and f'sequences, {padding:.1%} padding' in loader.describe()
     assert loader.tokens_left_out == 38 and loader.describe().endswith(
         'cut at 2 places, as longer than block_size; 38 tokens left out, with no answer near them')
     assert sorted(t for row in targets for t in row if t != -1) == sorted(

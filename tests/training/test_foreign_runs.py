@@ -98,9 +98,11 @@ def test_a_base_without_known_control_tokens_gets_ours(tmp_path, monkeypatch):
     path = tmp_path / 'base/tokenizer.json'
     path.write_text(path.read_text().replace('<|im_', '<|turn_'))
     prepare_questions(60)
-    train.main([*RECIPE, '--max_iters=2', '--eval_interval=2'])
+    train.main([*RECIPE, '--max_iters=1', '--eval_interval=1', '--learning_rate=0', '--min_lr=0'])
     model = checkpoints.find('out').load_model()
     assert model.config.vocab_size == 405
+    for p in (model.transformer.wte.weight, model.lm_head.weight):  # the new begin as the mean
+        assert torch.allclose(p[400:405], p[:400].mean(0), atol=1e-6)
     export.main(['--out_dir=out', '--dest=mine'])
     from transformers import AutoTokenizer
     theirs, ours = AutoTokenizer.from_pretrained('mine'), plaingpt.load('mine').tokenizer

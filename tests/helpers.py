@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 import prepare
-from model import GPT
+from model import GPT, GPTConfig
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.chat_tokenizer import ChatTokenizer
 from plaingpt.data.tokenizers import ByteTokenizer
@@ -320,9 +320,16 @@ def lines(out_dir, key):
     return [line for line in map(json.loads, text.splitlines()) if key in line]
 
 
+def model_of(checkpoint):
+    """The model that a Checkpoint holds, without dropout."""
+    model = GPT(GPTConfig(**checkpoint.shape))
+    checkpoint.load_into(model)
+    return model
+
+
 def weights(out_dir, which='latest'):
     """The parameters in a checkpoint of a run."""
-    return list(checkpoints.find(out_dir, which).load_model().parameters())
+    return list(model_of(checkpoints.find(out_dir, which)).parameters())
 
 
 def same(a, b):

@@ -1,5 +1,7 @@
 import gzip
 
+from helpers import model_of
+
 import sample
 from configurator import load_config
 from plaingpt.training import checkpoint as checkpoints
@@ -14,7 +16,7 @@ def text_of(capsys, out_dir, *extra):
 
 def test_a_checkpoint_writes_text_that_goes_on_from_the_start(trained, capsys, tmp_path):
     head, samples = text_of(capsys, trained, '--start=def main')
-    parameters = checkpoints.find(trained, 'best').load_model().num_parameters()
+    parameters = model_of(checkpoints.find(trained, 'best')).num_parameters()
     assert 'iter-' in head and f'| {parameters:,} parameters |' in head and len(samples) == 2
     assert all(s.startswith('def main') and len(s) == len('def main') + 31 for s in samples)
     (tmp_path / 'prompt.txt.gz').write_bytes(gzip.compress(b'import sys\n'))

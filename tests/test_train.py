@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import lines, write_tasks
+from helpers import lines, model_of, write_tasks
 
 import train
 from plaingpt.monitoring.run_record import read_run
@@ -33,7 +33,7 @@ def test_exactly_max_iters_updates_are_made_and_the_last_weights_evaluated(
     assert [line['iter'] for line in lines(tmp_path / 'out', 'loss')] == [1, 2, 3, 4, 5]
     assert [line['iter'] for line in lines(tmp_path / 'out', 'val_loss')] == [0, 2, 4, 5]
     found = checkpoints.find(tmp_path / 'out')
-    model = found.load_model()
+    model = model_of(found)
     config = TrainConfig(learning_rate=1e-3)
     optimizer = build_optimizer(model, config)
     found.load_optimizer(optimizer, model)

@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from model import GPT, ROW_PER_TOKEN, GPTConfig
+from model import ROW_PER_TOKEN, GPTConfig
 from plaingpt.system.devices import synchronize
 from plaingpt.system.distributed import (
     all_gather,
@@ -88,12 +88,6 @@ class Checkpoint:
         """Validation loss at this iteration; inf where it was not measured."""
         loss = self.state['val_loss']
         return math.inf if loss is None else loss
-
-    def load_model(self, device='cpu'):
-        """The model it holds, on `device`, without dropout."""
-        model = GPT(GPTConfig(**self.shape))
-        self.load_into(model)
-        return model.to(device)
 
     @torch.no_grad()
     def load_into(self, model):

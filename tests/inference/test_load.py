@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, model_of
 from test_interchange import nanogpt_checkpoint
 
 import export
@@ -28,7 +28,7 @@ def sources(trained, char_data, tmp_path_factory):
     found = checkpoints.find(trained, 'best')
     export.main([f'--out_dir={trained}', f'--dest={folder}/hf'])
     (nano := folder / 'nano').mkdir()
-    nanogpt_checkpoint(nano / 'ckpt.pt', found.load_model())
+    nanogpt_checkpoint(nano / 'ckpt.pt', model_of(found))
     return {'run': (trained, {}), 'checkpoint': (found.path, {}), 'folder': (f'{folder}/hf', {}),
             'nanogpt': (nano / 'ckpt.pt', {'tokenizer': char_data}),
             'nanogpt_run': (str(nano), {'tokenizer': char_data})}

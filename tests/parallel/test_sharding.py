@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import TINY, change_steps, launch, lines, options
+from helpers import TINY, change_steps, launch, lines, model_of, options
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor
 
@@ -45,7 +45,7 @@ def saved(folder, optimizer='adamw'):
     """{name: tensor} of the weights in the latest checkpoint, and of what the optimizer remembers
     of each."""
     found = checkpoints.find(folder)
-    model = found.load_model()
+    model = model_of(found)
     made = build_optimizer(model, TrainConfig(optimizer=optimizer))
     found.load_optimizer(made, model)
     tensors = dict(model.named_parameters())
@@ -115,7 +115,7 @@ def save_what_is_read(folder, target, shape, kind):
 def test_any_number_and_kind_of_processes_reads_its_share_of_what_another_wrote(run, tmp_path):
     run('one', '--optimizer=normuon', *options(**NEWER), '--max_iters=2', processes=1)
     source = tmp_path / 'one'
-    shape, expected = checkpoints.find(source).load_model().config, saved(source, 'normuon')
+    shape, expected = model_of(checkpoints.find(source)).config, saved(source, 'normuon')
     for processes, kind in ((3, 'fsdp'), (2, 'ddp'), (1, 'ddp')):
         target = tmp_path / f'{kind}{processes}'
         launch(lambda _, source=source, target=target, kind=kind: save_what_is_read(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CHAT, TINY, ask, conversations, lines, options, write_chat
+from helpers import CHAT, TINY, ask, conversations, lines, model_of, options, write_chat
 
 import evaluate
 import plan
@@ -41,7 +41,7 @@ def base(corpora):
 def test_the_tokenizer_tells_what_opens_a_document(chat):
     documents = [*chat, '--document_attention', '--max_iters=1', '--out_dir=out']
     train.main([*documents, '--dataset=byte'])
-    assert checkpoints.find('out').load_model().config.document_start == ByteTokenizer.end_of_text
+    assert model_of(checkpoints.find('out')).config.document_start == ByteTokenizer.end_of_text
     with pytest.raises(UserError, match='data/char has no end of text'):
         train.main([*documents, '--dataset=char'])
 
@@ -74,7 +74,7 @@ def test_a_model_is_tuned_with_the_tokenizer_that_wraps_its_own_alone(chat, base
                      for of in (base, 'out'))
     assert after > before > 0
     plan.main([*chat, f'--init_from={base}'])
-    shape = checkpoints.find('out', 'latest').load_model().config
+    shape = model_of(checkpoints.find('out', 'latest')).config
     assert (shape.vocab_size, shape.document_start) == (CHAT.vocab_size, CHAT.conversation)
     train.main([*chat, '--dataset=char', '--max_iters=1', '--out_dir=base-char'])
     with pytest.raises(UserError, match='prepare the text with the tokenizer of the model'):

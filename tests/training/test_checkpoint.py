@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers import same
+from helpers import model_of, same
 from safetensors.torch import load_file
 
 from model import GPT, GPTConfig
@@ -67,7 +67,7 @@ def test_weights_and_optimizer_come_back_bit_for_bit_in_files_no_larger_than_ask
         assert sum(t.nbytes for t in tensors.values()) <= 1000 * kilobytes
         names |= {key.partition('[')[0] for key in tensors}
     assert {name for name in names if '/' not in name} == dict(model.named_parameters()).keys()
-    again = found.load_model()
+    again = model_of(found)
     assert same(model.parameters(), again.parameters())
     fresh = build_optimizer(again, TrainConfig(learning_rate=5e-4))
     found.load_optimizer(fresh, again)
@@ -114,7 +114,7 @@ def test_a_save_in_the_background_writes_what_the_weights_were(model, optimizer,
         for p in model.parameters():
             p.add_(1.0)
     saver.wait()
-    assert same(checkpoints.find(tmp_path).load_model().parameters(), before)
+    assert same(model_of(checkpoints.find(tmp_path)).parameters(), before)
 
 
 @pytest.mark.parametrize('background', [False, True])

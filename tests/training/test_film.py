@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import TINY, launch
+from helpers import TINY, launch, model_of
 
 import model as model_file
 import plot
@@ -28,7 +28,7 @@ def moments(out_dir):
 def test_a_moment_is_what_the_model_computes(tiny, tmp_path, char_data, monkeypatch):
     train.main([*tiny, '--film', '--rotary=True', '--qk_norm=True', '--n_kv_head=1', '--conv=2'])
     *_, row = moments(tmp_path / 'out')
-    model = checkpoints.find(tmp_path / 'out', 'latest').load_model().eval()
+    model = model_of(checkpoints.find(tmp_path / 'out', 'latest')).eval()
     chars = json.loads((char_data / 'meta.json').read_text())['tokenizer']['chars']
     [passage] = row['passages']
     idx = torch.tensor([[chars.index(token) for token, *_ in passage]])

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from foreign_models import opened, save_model, save_tokenizer
-from helpers import ROOT, ask, launch, lines, options
+from helpers import ROOT, ask, launch, lines, model_of, options
 
 import export
 import plaingpt
@@ -86,7 +86,7 @@ def test_each_process_reads_its_rows_of_a_model_of_others(tmp_path, monkeypatch)
     argv = [*RECIPE, '--max_iters=1', '--learning_rate=0', '--min_lr=0', '--eval_interval=1',
             '--gradient_accumulation_steps=2', '--batch_size=2']
     launch(train.main, 2, tmp_path, *argv, '--parallel=fsdp')
-    found = checkpoints.find('out').load_model()
+    found = model_of(checkpoints.find('out'))
     expected = opened('base')
     for (name, p), q in zip(found.named_parameters(), expected.parameters(), strict=True):
         assert torch.equal(p, q), name
@@ -99,7 +99,7 @@ def test_a_base_without_known_control_tokens_gets_ours(tmp_path, monkeypatch):
     path.write_text(path.read_text().replace('<|im_', '<|turn_'))
     prepare_questions(60)
     train.main([*RECIPE, '--max_iters=1', '--eval_interval=1', '--learning_rate=0', '--min_lr=0'])
-    model = checkpoints.find('out').load_model()
+    model = model_of(checkpoints.find('out'))
     assert model.config.vocab_size == 405
     for p in (model.transformer.wte.weight, model.lm_head.weight):  # the new begin as the mean
         assert torch.allclose(p[400:405], p[:400].mean(0), atol=1e-6)

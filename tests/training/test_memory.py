@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import change_steps, fails
+from helpers import change_steps, fails, model_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -228,4 +228,4 @@ def test_out_of_memory_is_one_line_and_the_checkpoint_stays_whole(tiny, tmp_path
     change_steps(monkeypatch, step)
     assert 'out of memory' in fails(capsys, monkeypatch, train.main, *tiny)
     found = checkpoints.find(tmp_path / 'out')
-    assert found.iter_num == 3 and found.load_model()  # of the last evaluation
+    assert found.iter_num == 3 and model_of(found)  # of the last evaluation

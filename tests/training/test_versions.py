@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from helpers import lines, options
+from helpers import lines, model_of, options
 
 import train
 from plaingpt.data.dataset import open_named
@@ -71,7 +71,7 @@ def test_a_setting_that_is_no_more_is_forgotten_where_it_changes_nothing(old, ca
     change_state(lambda state: [state['model'].update(removed), state['config'].update(
         removed, adam_eps=1e-8, embedding_decay=state['config']['weight_decay'],
         deterministic=True, fsdp_group=2, also_evaluate='notes', max_bad_steps=3)])
-    assert checkpoints.find('run').load_model().config.n_embd == 8
+    assert model_of(checkpoints.find('run')).config.n_embd == 8
     train.main([*SAME, '--max_iters=7'])
     assert not REMOVED.keys() & checkpoints.find('run').settings().keys()
     assert 'deterministic' not in ''.join(capsys.readouterr())

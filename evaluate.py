@@ -52,7 +52,7 @@ class EvaluateConfig(ModelChoice):
     output: str = ''  # write the scores to this .json
 
     def problems(self):
-        found = []
+        found = [] if self.tasks else ['tasks is empty: say what to score, such as val']
         if 'test' in self.tasks.split(','):
             found.append('tasks=test: there is no test split: score a file with --tasks=text '
                          '--data=FILE, or all of a dataset with --tasks=train,val --dataset=NAME')

@@ -87,6 +87,7 @@ evaluate run --tasks=text                   → goes with --data
 evaluate run --tasks=val --data=x           → goes with --data
 evaluate run --tasks=text --data=none       → No such file
 evaluate run --tasks=test                   → --tasks=text --data=FILE
+evaluate run --tasks=                       → tasks is empty
 evaluate run --batch_size=0                 → batch_size
 evaluate run --dataset=nowhere              → nowhere is not prepared: text FILES --data_dir
 evaluate run --output=no/folder             → its folder is not there

@@ -19,19 +19,19 @@ EXIT_STATUS = {'BETTER': 0, 'NOT SHOWN': 3, 'WORSE': 4}
 
 
 def copy_sides(commit, folder):
-    """Copy both into `folder`, since this clone may be edited meanwhile → {name of a side: its
-    folder}. Files that git ignores are left out. Raises UserError."""
+    """Copy both into `folder`, since this clone may be edited meanwhile: all files that git tracks,
+    and new ones of code → {name of a side: its folder}. Raises UserError."""
     base, change = folder / 'base', folder / 'change'
     git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
     done = git(['git', 'archive', f'--output={base}.zip', commit])
     if done.returncode:
         raise UserError(f'against={commit}: {done.stderr.strip()}')
     shutil.unpack_archive(f'{base}.zip', base)
-    listed = git(['git', 'ls-files', '-z', '--cached', '--others', '--exclude-standard']).stdout
-    for name in filter(os.path.isfile, (ROOT / name for name in listed.split('\0'))):
-        path = change / name.relative_to(ROOT)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(name, path)
+    tracked, new = ['git', 'ls-files', '-z'], ['--others', '--exclude-standard', '*.py']
+    for name in (git(tracked).stdout + git(tracked + new).stdout).split('\0'):
+        if (ROOT / name).is_file():  # one that was deleted is still tracked
+            (change / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, change / name)
     return {'base': base, 'change': change}
 
 
@@ -46,8 +46,8 @@ def verdict(rows):
     """The runs of both sides → what they show, and the exit status. Raises UserError."""
     datasets = {run['dataset'] for run in rows}
     if len(datasets) > 1:
-        raise UserError(f'the sides trained on different datasets, {" and ".join(datasets)}: their '
-                        'losses do not compare')
+        raise UserError(f'the sides trained on {" and ".join(sorted(datasets))}: losses on '
+                        'different datasets do not compare')
     _, change = compare(rows)
     if change['change'] is None:
         raise UserError('the last validation loss of a run is not finite')

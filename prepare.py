@@ -41,6 +41,8 @@ from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import quoted
 from plaingpt.system.machine import allowed_cpus
 
+Fraction = Annotated[float, 'above 0 and below 1']
+
 
 @dataclass
 class PrepareConfig:
@@ -58,8 +60,7 @@ class PrepareConfig:
     encoding: str = 'utf-8'  # of all files: latin-1, cp1252, utf-16, or another
     # how much
     max_tokens: int | str = 0  # to train on, such as 100M or 1.5B (0: all); then reading ends
-    val_fraction: Literal['auto'] | Annotated[float, 'above 0 and below 1'] = \
-        'auto'  # held out (auto: 0.1, up to 1M tokens)
+    val_fraction: Literal['auto'] | Fraction = 'auto'  # held out (auto: 0.1, up to 1M tokens)
     # how
     tokenizer: str = 'auto'  # char, byte, gpt2, bpe:SIZE, dataset, run, model (auto: listed)
     shard_tokens: Annotated[int, 'at least 1'] = 100_000_000  # tokens a file

@@ -4,6 +4,8 @@ import re
 import pytest
 from helpers import ROOT
 
+import evaluate
+import prepare
 import sample
 import train
 from bench import BenchConfig
@@ -57,7 +59,8 @@ def test_a_word_of_an_earlier_version_is_answered_by_one_line_that_says_what_to_
 
 
 def test_help_tells_the_settings_that_people_set_with_their_defaults_and_meanings(capsys):
-    for script, config in ((train, TrainConfig), (sample, sample.SampleConfig)):
+    for script, config in ((train, TrainConfig), (sample, sample.SampleConfig),
+                           (prepare, PrepareConfig), (evaluate, evaluate.EvaluateConfig)):
         with pytest.raises(SystemExit) as exit_:
             script.main(['--help'])
         assert not exit_.value.code

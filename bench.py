@@ -126,8 +126,9 @@ def judge(config, argv):
         rows = runs.train_all({side: {seed: [of_side(trees[side], word) for word in told]
                                       for seed, told in words[side].items()} for side in words},
                               f'{folder}/runs', trees)
-    said, status = verdict(rows)
-    return rows, f'{runs.format_comparison(runs.compare(rows))}\n\n{said}', status
+    compared = runs.compare(rows)
+    said, status = verdict(rows, compared)
+    return rows, f'{runs.format_comparison(compared)}\n\n{said}', status
 
 
 def main(argv):

@@ -11,7 +11,6 @@ import subprocess
 from functools import partial
 from pathlib import Path
 
-from plaingpt.experiments.runs import compare
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
 
@@ -42,13 +41,14 @@ def of_side(tree, word):
         if word.endswith('.py') and path.is_relative_to(ROOT) else word
 
 
-def verdict(rows):
-    """The runs of both sides → what they show, and the exit status. Raises UserError."""
+def verdict(rows, compared):
+    """The runs of both sides, and what runs.compare makes of them → what they show, and the exit
+    status. Raises UserError."""
     datasets = {run['dataset'] for run in rows}
     if len(datasets) > 1:
         raise UserError(f'the sides trained on {" and ".join(sorted(datasets))}: losses on '
                         'different datasets do not compare')
-    _, change = compare(rows)
+    _, change = compared
     if change['change'] is None:
         raise UserError('the last validation loss of a run is not finite')
     said = 'NOT SHOWN' if not change['clear'] else 'BETTER' if change['change'] < 0 else 'WORSE'

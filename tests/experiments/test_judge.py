@@ -47,7 +47,8 @@ def test_runs_that_cannot_be_compared_are_an_error():
     for broken, words in (({'dataset': 'b'}, 'trained on a and b'),
                           ({'final_loss': None}, 'is not finite')):
         with pytest.raises(UserError, match=words):
-            judge.verdict([*good[:3], {**good[3], **broken}])
+            rows = [*good[:3], {**good[3], **broken}]
+            judge.verdict(rows, runs.compare(rows))
 
 
 needs_git = pytest.mark.skipif(not (ROOT / '.git').exists(), reason='not a git checkout')

@@ -23,11 +23,10 @@ import torch
 
 from configurator import load_config
 from model import Positive
-from plaingpt.data.corpora import find_dataset_size
 from plaingpt.data.dataset import open_data
 from plaingpt.experiments import runs, tables
 from plaingpt.experiments.judge import copy_sides, of_side, verdict
-from plaingpt.experiments.speed import measure_speed
+from plaingpt.experiments.speed import measure_speed, planned_shape
 from plaingpt.monitoring.run_record import read_rows
 from plaingpt.monitoring.run_report import draw_runs
 from plaingpt.system import devices
@@ -36,6 +35,7 @@ from plaingpt.system.errors import UserError, run_script, warn
 from plaingpt.system.files import make_writable
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.settings import TrainConfig
+from plaingpt.training.start import Start
 
 
 @dataclass
@@ -72,13 +72,13 @@ def training_words(argv):
             if not word.startswith('--') or word[2:].partition('=')[0] not in own]
 
 
-def measure_step(config, device):
+def measure_step(config, start, device):
     """Speed of a step → (a row of numbers, its Markdown)."""
     print(f'timing {config.steps} steps, after a few that are not counted …', file=sys.stderr)
     devices.prepare_device(device)
     torch.manual_seed(config.seed)
     compile, _ = devices.choose_compile(config.compile, device)
-    shape = config.gpt_config(find_dataset_size(config.dataset, config.vocab_size)[0])
+    shape, _, _ = planned_shape(config, start)
     dtype, _ = choose_training_dtype(config, shape, device)
     return measure_speed(config, shape, device, dtype, compile)
 
@@ -132,7 +132,8 @@ def judge(config, argv):
 
 
 def main(argv):
-    config, status = load_config(BenchConfig, argv, __doc__), 0
+    start, status = Start(verifies=False), 0
+    config = load_config(BenchConfig, argv, __doc__, read_saved=start.read)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no training outlives this process
     device, _ = devices.choose_device(config.device)
     trains = config.variants or config.sweep
@@ -146,7 +147,7 @@ def main(argv):
     elif config.judge:
         rows, text, status = judge(config, argv)
     else:
-        row, text = measure_step(config, device)
+        row, text = measure_step(config, start, device)
         rows = [row]
     facts = {'date': datetime.date.today().isoformat(), 'machine': devices.machine_name(device),
              'torch': torch.__version__, 'command': shlex.join(['python', 'bench.py', *argv])}

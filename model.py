@@ -410,14 +410,11 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source):
-        """The weights of others: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl' from the hub, a
-        folder in the Hugging Face layout, or a ckpt.pt of nanoGPT. Needs plaingpt/ beside this
-        file."""
-        try:
-            import plaingpt
-        except ImportError as e:
-            raise ImportError('from_pretrained takes the folder plaingpt beside model.py') from e
-        return plaingpt.load(source).model
+        """Pretrained weights: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl' or OWNER/NAME from the
+        hub, a folder in the Hugging Face layout, a run's out_dir, or a ckpt.pt of nanoGPT → GPT, in
+        eval mode. Needs plaingpt/ beside this file."""
+        from plaingpt.training.open_weights import make_model, open_weights
+        return make_model(open_weights(source))
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):

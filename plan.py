@@ -12,16 +12,13 @@ import torch
 
 from configurator import load_config
 from model import GPT, RECOMPUTED, Positive
-from plaingpt.data.corpora import find_dataset_size
-from plaingpt.data.dataset import has_token_files, open_named
-from plaingpt.experiments.speed import estimate_step
+from plaingpt.experiments.speed import estimate_step, planned_shape
 from plaingpt.system import devices
 from plaingpt.system.errors import run_script
 from plaingpt.system.formatting import GIB, count_of, duration, gib, short
 from plaingpt.training import memory
 from plaingpt.training.checkpoint import KEPT
 from plaingpt.training.dtype_choice import choose_training_dtype
-from plaingpt.training.open_weights import start_shape
 from plaingpt.training.settings import NotNegative, TrainConfig
 from plaingpt.training.start import Start
 
@@ -34,17 +31,6 @@ class PlanConfig(TrainConfig):
 
     def world_size(self):
         return self.processes
-
-
-def find_shape(config, start):
-    """→ (GPTConfig, tokens of the dataset or None, where they are known from). The shape is that of
-    the model that config.init_from names. Raises UserError where it cannot start this run."""
-    vocab_size, tokens, source = find_dataset_size(config.dataset, config.vocab_size)
-    if start.from_scratch:
-        return config.gpt_config(vocab_size), tokens, source
-    dataset = open_named(config.dataset) if has_token_files(config.dataset) else None
-    shape = start_shape(config, start.weights, dataset)
-    return replace(shape, block_size=config.block_size), tokens, source
 
 
 def find_machine(config, shape):
@@ -103,7 +89,7 @@ def print_run(shape, config, tokens, source, seconds):
 def main(argv):
     start = Start(verifies=False)
     config = load_config(PlanConfig, argv, __doc__, read_saved=start.read)
-    shape, tokens, source = find_shape(config, start)
+    shape, tokens, source = planned_shape(config, start)
     device, dtype, available = find_machine(config, shape)
     print('following a step on tensors without data …', file=sys.stderr, flush=True)
     config = resolve(config, shape, dtype, device.type, available)

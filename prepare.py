@@ -30,6 +30,7 @@ from plaingpt.data.inspection import inspect
 from plaingpt.data.shards import read_progress, write_dataset
 from plaingpt.data.splitting import VAL_CHARS
 from plaingpt.data.tokenizer_choice import (
+    COMPLETE,
     borrow_tokenizer,
     checksum,
     is_dataset,
@@ -177,11 +178,10 @@ def prepare_text(name, corpus, folder, config):
 def prepare_datatrove(name, corpus, folder, config):
     """Tokens that datatrove made → report. Raises UserError."""
     found = datatrove.find_datatrove(config.input)
-    if config.tokenizer not in ('gpt2', 'byte') and is_name(config.tokenizer):
+    if is_name(config.tokenizer) and config.tokenizer not in COMPLETE:
         raise UserError('datatrove needs --tokenizer: the dataset or run that has the tokenizer of '
                         'these tokens, or gpt2 or byte')
-    tokenizer = tokenizers.from_json({'kind': config.tokenizer}) if is_name(config.tokenizer) \
-        else borrow_tokenizer(config.tokenizer)
+    tokenizer = borrow_tokenizer(config.tokenizer)
     sizes = [[path.name, path.stat().st_size] for path, *_ in found]
     command = describe_command(name, config, tokenizer, identity=sizes)
     share = 0.01 if config.val_fraction == 'auto' else config.val_fraction

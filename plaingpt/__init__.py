@@ -10,7 +10,8 @@ def load(source, checkpoint='best', tokenizer='auto', device='auto'):
     source: the out_dir of a run, the folder of one of its checkpoints, a folder of transformers,
     nanoGPT's ckpt.pt, or gpt2, gpt2-medium, gpt2-large, gpt2-xl, which are downloaded once
     checkpoint: of a run: best, latest or an iteration
-    tokenizer: 'auto' for the model's own, or a prepared dataset whose to take
+    tokenizer: 'auto' for the model's own, or gpt2, byte, a prepared dataset, a run or a model whose
+        to take
     Raises UserError.
     """
     # Imported here, so that `import plaingpt` does not wait for torch.
@@ -21,4 +22,4 @@ def load(source, checkpoint='best', tokenizer='auto', device='auto'):
     device, _ = choose_device(device)
     choice = ModelChoice(str(source), checkpoint=checkpoint, tokenizer=str(tokenizer))
     model, its_tokenizer, _ = load_model(choice)
-    return TextGenerator(model.to(device).eval(), its_tokenizer)
+    return TextGenerator(model.to(device), its_tokenizer)

@@ -2,13 +2,15 @@
 
 import torch
 
+from model import GPTConfig
 from plaingpt.system.distributed import local_rows
 from plaingpt.system.errors import UserError
 
-PRETRAINED = {'gpt2': dict(n_layer=12, n_head=12, n_embd=768),  # Radford et al. 2019, table 2
-              'gpt2-medium': dict(n_layer=24, n_head=16, n_embd=1024),
-              'gpt2-large': dict(n_layer=36, n_head=20, n_embd=1280),
-              'gpt2-xl': dict(n_layer=48, n_head=25, n_embd=1600)}
+# OpenAI's models (Radford et al. 2019, table 2). GPTConfig's defaults are the smallest one.
+PRETRAINED = {'gpt2': GPTConfig(),
+              'gpt2-medium': GPTConfig(n_layer=24, n_head=16, n_embd=1024),
+              'gpt2-large': GPTConfig(n_layer=36, n_head=20, n_embd=1280),
+              'gpt2-xl': GPTConfig(n_layer=48, n_head=25, n_embd=1600)}
 
 
 def copy_rows(tensor, start, source):

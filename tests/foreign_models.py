@@ -12,7 +12,7 @@ from plaingpt.inference.pretrained import open_pretrained
 def opened(source):
     """Weights of others → a GPT of ours."""
     found = open_pretrained(source)
-    model = GPT(GPTConfig(**found.shape)).eval()
+    model = GPT(found.config).eval()
     found.load_into(model)
     return model
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 import prepare
-from model import GPT, GPTConfig
+from model import GPT
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.chat_tokenizer import ChatTokenizer
 from plaingpt.data.tokenizers import ByteTokenizer
@@ -322,7 +322,7 @@ def lines(out_dir, key):
 
 def model_of(checkpoint):
     """The model that a Checkpoint holds, without dropout."""
-    model = GPT(GPTConfig(**checkpoint.shape))
+    model = GPT(checkpoint.config)
     checkpoint.load_into(model)
     return model
 

@@ -3,10 +3,12 @@ import sys
 from contextlib import redirect_stdout
 
 import pytest
+from helpers import model_of
 
 import bench
 import train
 from plaingpt.experiments import runs
+from plaingpt.training.checkpoint import find
 
 
 def test_the_speed_of_a_step_is_told_and_saved(tiny, tmp_path, capsys):
@@ -17,6 +19,12 @@ def test_the_speed_of_a_step_is_told_and_saved(tiny, tmp_path, capsys):
     assert row['mfu'] == '' and row['command'].startswith('python bench.py') and row['machine']
     out, err = capsys.readouterr()
     assert f'{float(row["step_ms"]):.1f}' in out and 'timing 3 steps' in err
+
+
+def test_the_speed_is_that_of_the_model_that_a_run_starts_from(trained, tiny, capsys):
+    before = model_of(find(trained, 'latest')).num_parameters()
+    bench.main([*tiny, '--n_layer=3', f'--init_from={trained}', '--steps=1'])
+    assert f'{before:,} parameters' in capsys.readouterr().out
 
 
 def test_a_sweep_trains_and_is_saved_without_matplotlib(tiny, tmp_path, capsys, monkeypatch):

@@ -10,6 +10,7 @@ import plan
 from configurator import load_config
 from model import GPTConfig
 from plaingpt.experiments import speed
+from plaingpt.experiments.speed import planned_shape
 from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES
 from plaingpt.system.formatting import GIB
 from plaingpt.training.start import Start
@@ -85,7 +86,7 @@ def test_the_published_models_are_planned_without_their_weights():
         start = Start(verifies=False)
         config = load_config(PlanConfig, [f'--init_from={name}', '--n_layer=3', '--block_size=512',
                                           '--dataset=no_such_dataset'], read_saved=start.read)
-        shape, tokens, _ = plan.find_shape(config, start)
+        shape, tokens, _ = planned_shape(config, start)
         assert [shape.n_layer, shape.n_head, shape.n_embd] == size
         assert shape.vocab_size == 50257 and shape.block_size == 512
         assert shape.bias and tokens is None
@@ -93,7 +94,7 @@ def test_the_published_models_are_planned_without_their_weights():
 
 def find_shape(*argv):
     start = Start(verifies=False)
-    return plan.find_shape(load_config(PlanConfig, argv, read_saved=start.read), start)[0]
+    return planned_shape(load_config(PlanConfig, argv, read_saved=start.read), start)[0]
 
 
 def test_models_of_a_run_a_folder_and_nanogpt_are_planned_in_their_own_shape(trained, tmp_path):

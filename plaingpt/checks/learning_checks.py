@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 from torch.nn.functional import cross_entropy
 
-from model import GPT, GPTConfig
+from model import GPT
 from plaingpt.checks.model_checks import (
     NEARLY_SAME,
     NotChecked,
@@ -196,7 +196,7 @@ def checkpoints_come_back(run):
             raise NotChecked(f'{folder} cannot be written')
         try:
             found = open_checkpoint(next(Path(folder, 'checkpoints').iterdir()))
-            loaded = GPT(GPTConfig(**found.shape)).to(run.device)
+            loaded = GPT(found.config).to(run.device)
             found.load_into(loaded)
             again = build_optimizer(loaded, run.config)
             found.load_optimizer(again, loaded)

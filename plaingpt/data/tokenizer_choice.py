@@ -19,6 +19,7 @@ from plaingpt.system.errors import UserError, progress_bar
 from plaingpt.system.files import is_hub_name, read_json
 
 NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'  # those that need no file
+COMPLETE = 'gpt2', 'byte'  # those that need no text to learn from
 BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
 BPE_SAMPLE_CHARS = 50_000_000  # a bpe tokenizer is trained on about this much text at most
 BLOCK_CHARS = 4096  # of a sample
@@ -28,10 +29,12 @@ BLOCK_CHARS = 4096  # of a sample
 # borrowed
 
 
-def borrow_tokenizer(name, for_chat=False):
-    """The tokenizer of a prepared dataset, of a run or one of its checkpoints, or of a model of
-    others, by their folders or its name on the hub. for_chat: with the control tokens of its
-    conversations. Raises UserError."""
+def describe_tokenizer(name):
+    """The description of the tokenizer that has this name (gpt2, byte), or of that of a prepared
+    dataset, of a run or one of its checkpoints, or of a pretrained model, by their folders or its
+    name on the hub. Raises UserError."""
+    if name in COMPLETE:
+        return {'kind': name}
     if is_dataset(name):
         found = open_dataset(dataset_folder(name)).tokenizer_json()
     else:
@@ -41,6 +44,13 @@ def borrow_tokenizer(name, for_chat=False):
     if not found:
         raise UserError(f'tokenizer={name}: expected auto, {NAMES}, or a prepared dataset, a run '
                         'or a model to take it from')
+    return found
+
+
+def borrow_tokenizer(name, for_chat=False):
+    """The tokenizer of describe_tokenizer. for_chat: with the control tokens of its conversations.
+    Raises UserError."""
+    found = describe_tokenizer(name)
     if found['kind'] == 'chat' and not for_chat:
         raise UserError(f'tokenizer={name}: it is for conversations: name the tokenizer that these '
                         'were prepared with, or its dataset or run')

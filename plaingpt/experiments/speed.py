@@ -1,6 +1,7 @@
 """The speed of training's own step on a device: for bench.py, and in a few seconds for plan.py."""
 
 import statistics
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from types import SimpleNamespace
@@ -8,15 +9,29 @@ from types import SimpleNamespace
 import torch
 
 from model import GPT
+from plaingpt.data.corpora import find_dataset_size
+from plaingpt.data.dataset import has_token_files, open_named
 from plaingpt.experiments.tables import markdown, number
 from plaingpt.system.devices import autocast, device_name, peak_memory_bytes
 from plaingpt.system.formatting import gib, short
 from plaingpt.system.gpus import mfu
+from plaingpt.training.open_weights import start_shape
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.stopwatch import time_step, typical
 
 WARMUP_STEPS = 3  # not counted
 PATIENCE_S = 3.0  # what a micro-batch may take in a plan
+
+
+def planned_shape(config, start):
+    """The GPTConfig of a run, before its dataset is prepared too → (it, tokens of the dataset or
+    None, where they are known from). Raises UserError where the model cannot start this run."""
+    vocab_size, tokens, source = find_dataset_size(config.dataset, config.vocab_size)
+    if start.from_scratch:
+        return config.gpt_config(vocab_size), tokens, source
+    dataset = open_named(config.dataset) if has_token_files(config.dataset) else None
+    shape = start_shape(config, start.weights, dataset)
+    return replace(shape, block_size=config.block_size), tokens, source
 
 
 def new_step(shape, config, device, dtype, compile=False):

@@ -56,7 +56,7 @@ class Architecture:
                 **{key: ACTIVATIONS.get(value, value) for key, value in ours.items()}}
 
     def read_config(self, hf):
-        """The content of config.json → the fields of GPTConfig but dropout.
+        """The content of config.json → GPTConfig.
 
         Raises ValueError, KeyError or TypeError where our model does not compute what it says, so
         that it is not what we would write of these fields."""
@@ -67,13 +67,14 @@ class Architecture:
             value = OUR_ACTIVATIONS.get(said, said)
             if value is not None and value in (self.expressible[field] or [value]):
                 shape[field] = value
-        ours = {**flattened(self.write_config(GPTConfig(**shape))), 'partial_rotary_factor': 1.0,
-                'layer_types': ['full_attention'] * shape['n_layer']}
+        config = GPTConfig(**shape)
+        ours = {**flattened(self.write_config(config)), 'partial_rotary_factor': 1.0,
+                'layer_types': ['full_attention'] * config.n_layer}
         for key, value in ours.items():
             if key != 'architectures' and hf.get(key, value) != value:
                 raise ValueError(f'config.json says {key}={hf[key]!r}, which is not supported, as '
                                  f'{value!r} is')
-        return shape
+        return config
 
 
 def flattened(hf):
@@ -179,7 +180,7 @@ class OwnCode:
                          'AutoModelForCausalLM': 'remote_code.PlainGPT'}}
 
     def read_config(self, hf):
-        return {key: value for key, value in hf['gpt'].items() if key != 'dropout'}
+        return GPTConfig(**{**hf['gpt'], 'dropout': 0.0})
 
     def write_weights(self, weights, config):
         return {f'gpt.{name}': w for name, w in weights.items()}

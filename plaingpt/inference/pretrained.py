@@ -33,7 +33,7 @@ def open_pretrained(source):
     if path.suffix in ('.pt', '.pth'):
         return Pretrained(source, path, *read_nanogpt(path))
     if source in PRETRAINED and not path.is_dir():
-        return Pretrained(source, path, READABLE['gpt2'].write_weights, dict(PRETRAINED[source]))
+        return Pretrained(source, path, READABLE['gpt2'].write_weights, PRETRAINED[source])
     if path.is_dir() and not (path / 'config.json').exists():
         raise UserError(f'{source} has no checkpoint of a run, no config.json and no ckpt.pt: name '
                         'a folder that has one of them')
@@ -43,10 +43,10 @@ def open_pretrained(source):
         if (architecture := READABLE.get(str(hf.get('model_type')))) is None:
             raise ValueError(f'config.json says model_type={hf.get("model_type")!r}, and only '
                              f'{", ".join(READABLE)} are supported')
-        shape = architecture.read_config(hf)
-        for problem in GPTConfig(**shape).problems():
+        config = architecture.read_config(hf)
+        for problem in config.problems():
             raise ValueError(problem)
-        return Pretrained(source, path, architecture.write_weights, shape)
+        return Pretrained(source, path, architecture.write_weights, config)
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Pretrained:
     source: str
     path: Path  # of the folder, or of the ckpt.pt; of weights on the hub none is there
     write_weights: Callable  # {our name: tensor}, GPTConfig → {their name: tensor}, in one memory
-    shape: dict  # the fields of its GPTConfig but dropout
+    config: GPTConfig
     nanogpt: dict | None = None  # {name: tensor} of a ckpt.pt
     state: ClassVar = {}  # of no run of ours
 
@@ -69,7 +69,7 @@ class Pretrained:
     def weights(self):
         """{their name: tensor}, which is read from its file where it is used. Raises UserError that
         names what is missing, unknown, or of another shape than in the model."""
-        found, config = self.nanogpt or read_weights(self.folder), GPTConfig(**self.shape)
+        found, config = self.nanogpt or read_weights(self.folder), self.config
         with torch.device('meta'):
             wanted = self.write_weights(dict(GPT(config).named_parameters()), config)
         # OpenAI's own upload leaves the prefix of the names out.
@@ -90,7 +90,7 @@ class Pretrained:
         """Copy them into a GPT of this shape. It may have a shorter block_size and more tokens: a
         new token begins as the mean of the old ones. If it is sharded, each process keeps its own
         rows. Raises UserError where a weight is not finite."""
-        weights, known, config = self.weights, self.shape['vocab_size'], model.config
+        weights, known, config = self.weights, self.config.vocab_size, model.config
         for name, p in model.named_parameters():
             mine, first = local_rows(p)
             whole = mine if len(mine) == len(p) else torch.empty(p.shape)
@@ -108,7 +108,7 @@ class Pretrained:
     def tokenizer_json(self):
         """The description of the tokenizer that goes with the weights, or None where nothing says.
         Raises UserError."""
-        vocab_size, found = self.shape['vocab_size'], None
+        vocab_size, found = self.config.vocab_size, None
         if not self.nanogpt:
             found = read_tokenizer(self.folder, vocab_size)
         return found or ({'kind': 'gpt2'} if vocab_size == 50257 else None)
@@ -144,23 +144,23 @@ def download_model(name, patterns=('*.json', '*.jinja', 'model*.safetensors')):
 
 
 def read_nanogpt(path):
-    """A ckpt.pt of nanoGPT → what Pretrained has of it: (write_weights, fields of GPTConfig,
-    {name: tensor}). torch's loader runs no code."""
+    """A ckpt.pt of nanoGPT → what Pretrained has of it: (write_weights, GPTConfig, {name:
+    tensor}). torch's loader runs no code."""
     try:
         # mapped: the optimizer's state beside the weights is never read
         found = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
         args = found['model_args']
-        shape = {'bias': True, **{key: args[key] for key in (*SIZES, 'bias') if key in args},
-                 'mlp': 'gelu_erf'}
-        if shape['vocab_size'] == 50304:  # GPT-2's 50,257 and padding, which no text contains
-            shape['vocab_size'] = 50257
+        config = GPTConfig(**{key: args[key] for key in SIZES}, bias=args.get('bias', True),
+                           mlp='gelu_erf')
+        if config.vocab_size == 50304:  # GPT-2's 50,257 and padding, which no text contains
+            config.vocab_size = 50257
         weights = {re.sub(r'^(_orig_mod\.|module\.)*', '', name): w
                    for name, w in found['model'].items()}
-        weights = without_padding(weights, GPTConfig(**shape))
+        weights = without_padding(weights, config)
     except Exception as e:  # torch's loader raises many kinds of errors on such a file
         if code := re.search(r'GLOBAL (\S+)', str(e)):
             raise UserError(f'{path}: refused: it holds {code[1]}, which could run code when '
                             'loaded; nothing in it was run') from None
         raise UserError(f'{path}: damaged, or no checkpoint of nanoGPT ({type(e).__name__}: '
                         f'{(str(e).splitlines() or [""])[0][:120]})') from None
-    return without_padding, shape, weights
+    return without_padding, config, weights

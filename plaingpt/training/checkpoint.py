@@ -66,9 +66,9 @@ class Checkpoint:
         return str(self.path)
 
     @property
-    def shape(self):
-        """The fields of its GPTConfig but dropout."""
-        return {key: value for key, value in self.state['model'].items() if key != 'dropout'}
+    def config(self):
+        """The GPTConfig of its model, without the dropout of the run."""
+        return GPTConfig(**{**self.state['model'], 'dropout': 0.0})
 
     def tokenizer_json(self):
         return self.state['tokenizer']

@@ -1,10 +1,10 @@
-"""The weights that a name stands for, and a model of them: of a run of ours, or of others."""
+"""The weights that a name stands for, of a run or pretrained, and a model of them."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from model import GPT, GPTConfig
+from model import GPT
 from plaingpt.data import tokenizers
 from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, prepare_device
 from plaingpt.system.distributed import print0
@@ -16,14 +16,21 @@ def open_weights(source, which='best'):
     """The weights that a name stands for: a Checkpoint (of the folder of one, or of the out_dir of
     a run, which has several: latest, best, or an iteration), else a Pretrained. Raises UserError.
 
-    Both have a `source`, a `shape` (fields of GPTConfig but dropout), `tokenizer_json()`, the
-    `state` of a run or {}, and `load_into(model)`."""
+    Both have a `source`, a `config` (GPTConfig), `tokenizer_json()`, the `state` of a run or {},
+    and `load_into(model)`."""
     if Path(source, 'state.json').exists():
         return checkpoints.open_checkpoint(Path(source))
     if checkpoints.checkpoint_paths(source):
         return checkpoints.find(source, which, ('model',))
     from plaingpt.inference.pretrained import open_pretrained
     return open_pretrained(source)
+
+
+def make_model(weights):
+    """What open_weights returned → a GPT with these weights, in eval mode. Raises UserError."""
+    model = GPT(weights.config)
+    weights.load_into(model)
+    return model.eval()
 
 
 # -----------------------------------------------------------------------------
@@ -33,7 +40,7 @@ def open_weights(source, which='best'):
 def start_shape(config, weights, dataset=None):
     """The GPTConfig of the model whose weights a run starts from. A dataset of conversations may
     add special tokens for it to learn. Raises UserError where it cannot read the dataset."""
-    shape = GPTConfig(**{**weights.shape, 'dropout': config.dropout})
+    shape = replace(weights.config, dropout=config.dropout)
     if config.block_size > shape.block_size:
         raise UserError(f'block_size={config.block_size}: {config.init_from} reads at most '
                         f'{shape.block_size} tokens: use --block_size={shape.block_size} or less')
@@ -70,7 +77,7 @@ class ModelChoice:
     init_from: str = 'resume'  # resume (from out_dir), gpt2…, OWNER/NAME, a folder, or a ckpt.pt
     out_dir: str = 'out'  # the run to read
     checkpoint: str = 'best'  # best, latest, or an iteration
-    tokenizer: str = 'auto'  # auto: the model's own; or that of a prepared dataset
+    tokenizer: str = 'auto'  # auto: the model's own; or gpt2, byte, a dataset, run or model
 
 
 def load(choice):
@@ -80,22 +87,23 @@ def load(choice):
     else:
         weights = open_weights(choice.init_from, choice.checkpoint)
     source = weights.source
-    model = GPT(GPTConfig(**weights.shape))
-    weights.load_into(model)
-    description = weights.tokenizer_json()
-    if description and description.get('kind') == 'foreign' and not weights.state:
+    model = make_model(weights)
+    if choice.tokenizer == 'auto':
+        description = weights.tokenizer_json()
+    else:
+        from plaingpt.data.tokenizer_choice import describe_tokenizer
+        description = describe_tokenizer(choice.tokenizer)
+    if description and description['kind'] == 'foreign' and not weights.state:
         from plaingpt.data.chat_tokenizer import as_chat
         description = as_chat(description, source)
-    if choice.tokenizer != 'auto':
-        from plaingpt.data.dataset import dataset_folder, open_dataset
-        description = open_dataset(dataset_folder(choice.tokenizer)).tokenizer_json()
     if description is None:
-        raise UserError(f'{source}: nothing says which tokenizer its {model.config.vocab_size} '
-                        'tokens are of: name a prepared dataset with --tokenizer=data/NAME')
+        raise UserError(f'{source} has no tokenizer: name the one of its '
+                        f'{model.config.vocab_size} tokens: --tokenizer=data/NAME, or that of a '
+                        'run or a model, gpt2 or byte')
     made = tokenizers.from_json(description)
     if made.vocab_size != model.config.vocab_size:
         raise UserError(f'{source} has {model.config.vocab_size} tokens and its tokenizer '
-                        f'{made.vocab_size}: name the dataset it was trained on with '
+                        f'{made.vocab_size}: name the one that it was trained with, such as '
                         '--tokenizer=data/NAME')
     return model, made, weights
 
@@ -118,7 +126,7 @@ def open_generator(choice, compile=False):
     device, _ = choose_device(choice.device)
     prepare_device(device)
     model, tokenizer, weights = load(choice)
-    model = model.to(device).eval()
+    model = model.to(device)
     dtype, _ = choose_dtype(choice.dtype, device, model.config.n_embd)
     compile, _ = choose_compile(compile, device)
     print(f'{weights.source} | {model.num_parameters():,} parameters | device {device} | '

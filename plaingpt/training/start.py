@@ -76,9 +76,9 @@ class Start:
             return {}
         from plaingpt.training.open_weights import open_weights
         self.weights = open_weights(init_from, which)
-        shape = GPTConfig(**self.weights.shape)  # not all of a long context
+        shape = self.weights.config
         return {**{key: getattr(shape, key) for key in KEPT_SHAPE},
-                'block_size': min(shape.block_size, TrainConfig.block_size)}
+                'block_size': min(shape.block_size, TrainConfig.block_size)}  # of a long context
 
     def agree(self, group):
         """Let all processes take rank 0's checkpoint, which it has verified."""
@@ -142,7 +142,7 @@ def run_shape(config, dataset, start):
     """The GPTConfig of a run: of the checkpoint that it continues, of the model that it starts
     from, or a new one. Raises UserError where model and data do not fit together."""
     if start.resumed:
-        return GPTConfig(**{**start.weights.state['model'], 'dropout': config.dropout})
+        return replace(start.weights.config, dropout=config.dropout)
     opener = document_start(config, dataset)
     if start.from_scratch:
         return config.gpt_config(dataset.vocab_size, opener)

@@ -83,8 +83,8 @@ def test_configurations_of_transformers_4_are_read_as_those_of_5(tmp_path):
     new = json.loads((tmp_path / 'config.json').read_text())
     rope = {'rope_theta': scaled.pop('rope_theta'), 'rope_scaling': scaled}
     old = {key: value for key, value in new.items() if key != 'rope_parameters'}
-    shape = architecture.read_config({**old, **rope})
-    assert shape == architecture.read_config(new) and shape['rotary_factor'] == 8
+    config = architecture.read_config({**old, **rope})
+    assert config == architecture.read_config(new) and config.rotary_factor == 8
     unused = {'max_window_layers': 2, 'sliding_window': 64, 'use_sliding_window': False}
     assert ARCHITECTURES['qwen2'].read_config({**old, **rope, **unused})
 

@@ -16,8 +16,11 @@ import plaingpt
 import sample
 import train
 from configurator import load_config
+from model import GPT, GPTConfig
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training.open_weights import ModelChoice, load, open_weights
+from plaingpt.weights import PRETRAINED
 
 
 @pytest.fixture(scope='module')
@@ -47,6 +50,35 @@ def test_every_kind_of_model_opens_in_python_and_writes(kind, sources):
     run = plaingpt.load(sources['run'][0], device='cpu')
     difference = (run.model(idx)[0] - gpt.model(idx)[0]).abs().max()
     assert difference < (1e-2 if 'nano' in kind else 1e-6)
+
+
+@pytest.mark.parametrize('name', PRETRAINED)
+def test_a_name_of_openai_stands_for_the_whole_architecture(name):
+    with torch.device('meta'):
+        model = GPT(open_weights(name).config)
+    assert model.config.vocab_size == 50257 and model.config.block_size == 1024
+    assert model.num_parameters() == {'gpt2': 124_439_808, 'gpt2-medium': 354_823_168,
+                                      'gpt2-large': 774_030_080, 'gpt2-xl': 1_557_611_200}[name]
+
+
+def test_a_model_without_a_tokenizer_is_a_gpt_of_ids(trained, tmp_path):
+    expected = model_of(checkpoints.find(trained, 'best')).eval()
+    nanogpt_checkpoint(tmp_path / 'ckpt.pt', expected)
+    model = GPT.from_pretrained(tmp_path / 'ckpt.pt')
+    idx = torch.arange(8)[None]
+    assert not model.training and (model(idx)[0] - expected(idx)[0]).abs().max() < 1e-2
+
+
+def test_weights_take_the_tokenizer_of_a_dataset_a_run_or_a_folder(sources, char_data):
+    for named in (char_data, sources['run'][0], sources['checkpoint'][0], sources['folder'][0]):
+        _, tokenizer, _ = load(ModelChoice(sources['nanogpt'][0], tokenizer=str(named)))
+        assert tokenizer.decode(tokenizer.encode('def main')) == 'def main'
+
+
+def test_weights_take_a_tokenizer_by_its_name(tmp_path):
+    nanogpt_checkpoint(tmp_path / 'ckpt.pt', GPT(GPTConfig(16, 257, 1, 1, 8)))
+    _, tokenizer, _ = load(ModelChoice(str(tmp_path / 'ckpt.pt'), tokenizer='byte'))
+    assert list(tokenizer.encode('def')) == list(b'def')
 
 
 def test_a_text_by_python_is_the_one_that_sample_writes(trained, capsys):

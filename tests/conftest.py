@@ -15,6 +15,7 @@ import pytest
 import torch
 from chat_model import train_chat_model
 from helpers import TINY
+from hub import HUB
 from hypothesis import settings
 
 import prepare
@@ -97,3 +98,10 @@ def trained(char_data, tmp_path_factory):
 def chat_model(tmp_path_factory):
     """An out_dir with a tiny model that knows the answers of chat_model.py."""
     return train_chat_model(tmp_path_factory.mktemp('tuned') / 'tuned')
+
+
+@pytest.fixture
+def hub():
+    """A stand-in of the Hugging Face hub, without a repository: see hub.py."""
+    with HUB.emptied():
+        yield HUB

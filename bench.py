@@ -88,7 +88,7 @@ def words_of(variants, config, argv):
     at its end, so that 'auto' follows them. Raises UserError where they cannot be read."""
     found = {}
     for name, changes in variants.items():
-        if changes.keys() & {'seed', 'out_dir'}:
+        if 'out_dir' in changes or ('seed' in changes and config.seeds > 1):
             raise UserError(f'variant {name!r}: --seeds says how many seeds each has, and each run '
                             'has a folder of its own: leave seed and out_dir out')
         options, found[name] = [f'--{key}={value}' for key, value in changes.items()], {}

@@ -126,9 +126,12 @@ def main(argv):
     prepare(name, corpus, folder, config)
     if not config.if_small:
         dataset = folder.name if folder.parent == Path('data') else os.path.join('.', folder)
-        is_model = not is_name(config.tokenizer) and not is_dataset(config.tokenizer)
-        start = f' --init_from={quoted(config.tokenizer)}' if is_model and name == 'chat' else ''
-        print(f'next: python train.py {corpus.recipe} --dataset={quoted(dataset)}{start}')
+        recipe = corpus.recipe
+        if name == 'chat' and not is_name(config.tokenizer) and not is_dataset(config.tokenizer):
+            recipe += f' --init_from={quoted(config.tokenizer)}'
+        elif name == 'chat' and config.tokenizer not in ('auto', 'gpt2'):
+            recipe = CORPORA['text'].recipe  # no model is known that has this tokenizer
+        print(f'next: python train.py {recipe} --dataset={quoted(dataset)}')
 
 
 def check_options(config, name, corpus):

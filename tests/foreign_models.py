@@ -34,6 +34,20 @@ def shaken(vocab_size=257, n_layer=2, n_head=4, n_embd=48, std=0.2, block_size=2
     return model
 
 
+def nanogpt_checkpoint(path, model, prefix='', vocab_size=None, **more):
+    """What nanoGPT's train.py saves: the tied matrix twice, padded as it pads."""
+    c = model.config
+    weights = {prefix + name: w.clone() for name, w in model.state_dict().items()}
+    for name in ('transformer.wte.weight', 'lm_head.weight'):
+        weights[prefix + name] = weights[prefix + name][:vocab_size or c.vocab_size].clone()
+    torch.save({'model': weights, 'optimizer': {'state': {0: {'step': torch.tensor(1.0)}}},
+                'model_args': dict(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd,
+                                   block_size=c.block_size, bias=c.bias, dropout=0.1,
+                                   vocab_size=vocab_size or c.vocab_size),
+                'iter_num': 5, 'best_val_loss': torch.tensor(2.0), 'config': {'dataset': 'x'},
+                **more}, path)
+
+
 def tokens(vocab_size, *shape):
     return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(1))
 

@@ -108,10 +108,11 @@ class Pretrained:
     def tokenizer_json(self):
         """The description of the tokenizer that goes with the weights, or None where nothing says.
         Raises UserError."""
-        vocab_size, found = self.config.vocab_size, None
-        if not self.nanogpt:
-            found = read_tokenizer(self.folder, vocab_size)
-        return found or ({'kind': 'gpt2'} if vocab_size == 50257 else None)
+        vocab_size = self.config.vocab_size
+        gpt2 = {'kind': 'gpt2'} if vocab_size == 50257 else None
+        if self.nanogpt or not (self.path.is_dir() or is_hub_name(self.source)):
+            return gpt2  # OpenAI's names: tiktoken has what their tokenizer.json says
+        return read_tokenizer(self.folder, vocab_size) or gpt2
 
 
 def read_weights(folder):

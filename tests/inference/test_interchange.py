@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from foreign_models import opened, tokens
+from foreign_models import nanogpt_checkpoint, opened, tokens
 from helpers import fails
 from test_families import refused
 
@@ -21,20 +21,6 @@ SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
 def model():
     torch.manual_seed(0)
     return GPT(SMALL).eval()
-
-
-def nanogpt_checkpoint(path, model, prefix='', vocab_size=None, **more):
-    """What nanoGPT's train.py saves: the tied matrix twice, padded as it pads."""
-    c = model.config
-    weights = {prefix + name: w.clone() for name, w in model.state_dict().items()}
-    for name in ('transformer.wte.weight', 'lm_head.weight'):
-        weights[prefix + name] = weights[prefix + name][:vocab_size or c.vocab_size].clone()
-    torch.save({'model': weights, 'optimizer': {'state': {0: {'step': torch.tensor(1.0)}}},
-                'model_args': dict(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd,
-                                   block_size=c.block_size, bias=c.bias, dropout=0.1,
-                                   vocab_size=vocab_size or c.vocab_size),
-                'iter_num': 5, 'best_val_loss': torch.tensor(2.0), 'config': {'dataset': 'x'},
-                **more}, path)
 
 
 @pytest.mark.parametrize(('prefix', 'bias'), [

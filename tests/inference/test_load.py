@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 import torch
+from foreign_models import nanogpt_checkpoint
 from helpers import ROOT, model_of
-from test_interchange import nanogpt_checkpoint
 
 import export
 import plaingpt

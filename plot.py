@@ -16,6 +16,7 @@ from plaingpt.monitoring.run_record import read_rows, read_run
 from plaingpt.monitoring.run_report import describe, draw_runs
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import ROOT, write_atomically
+from plaingpt.system.formatting import command_for
 
 
 @dataclass
@@ -52,7 +53,8 @@ def main(argv):
 def read_runs(folders):
     """→ [(name, rows, facts)]. Raises UserError where a folder has no run."""
     if not folders:
-        raise UserError('name the out_dir of a run, or of several to compare: python plot.py out')
+        raise UserError('name the out_dir of a run, or of several to compare: '
+                        f'{command_for("plot")} out')
     for folder in folders:
         if not read_run(folder):
             raise UserError(f'{folder} has no run.json: name the out_dir of a run')

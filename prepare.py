@@ -39,7 +39,7 @@ from plaingpt.data.tokenizer_choice import (
 )
 from plaingpt.data.tokenizers import is_chat
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.formatting import quoted
+from plaingpt.system.formatting import command_for, quoted
 from plaingpt.system.machine import allowed_cpus
 
 Fraction = Annotated[float, 'above 0 and below 1']
@@ -102,7 +102,7 @@ def main(argv):
     name, *options = argv
     if name == 'inspect':
         if len(options) != 1:
-            raise UserError('inspect takes one folder: python prepare.py inspect data/NAME')
+            raise UserError(f'inspect takes one folder: {command_for("prepare")} inspect data/NAME')
         return inspect(dataset_folder(options[0]))
     if name == 'tokenizer':
         raise UserError('prepare.py tokenizer was removed: export.py writes the tokenizer.json of '
@@ -113,13 +113,13 @@ def main(argv):
         if '--if_small' in options:  # train.py asks
             raise UserError(not_prepared(dataset_folder(name)))
         own = quoted(name) if Path(name).exists() else 'FILES'
-        raise UserError(f'no corpus is called {name!r}: python prepare.py lists all; for files of '
-                        f'your own, python prepare.py text {own}')
+        raise UserError(f'no corpus is called {name!r}: {command_for("prepare")} lists all; for '
+                        f'files of your own, {command_for("prepare")} text {own}')
     corpus = CORPORA[name]
     config = load_config(PrepareConfig, options, help_text, 'input', several=corpus.kind != 'hub')
     folder = Path(config.data_dir or f'data/{name}')
     if config.if_small and not corpus.small:
-        raise UserError(f'{folder} is not prepared: run python prepare.py {name}')
+        raise UserError(f'{folder} is not prepared: run {command_for("prepare")} {name}')
     check_options(config, name, corpus)
     print(f'preparing {name}: {describe_corpus(corpus)}')
     prepare = prepare_datatrove if corpus.kind == 'datatrove' else prepare_text
@@ -131,7 +131,7 @@ def main(argv):
             recipe += f' --init_from={quoted(config.tokenizer)}'
         elif name == 'chat' and config.tokenizer not in ('auto', 'gpt2'):
             recipe = CORPORA['text'].recipe  # no model is known that has this tokenizer
-        print(f'next: python train.py {recipe} --dataset={quoted(dataset)}')
+        print(f'next: {command_for("train")} {recipe} --dataset={quoted(dataset)}')
 
 
 def check_options(config, name, corpus):

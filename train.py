@@ -42,7 +42,7 @@ from plaingpt.system.distributed import (
 )
 from plaingpt.system.errors import run_script
 from plaingpt.system.files import lock_output_dir, write_json
-from plaingpt.system.formatting import quoted
+from plaingpt.system.formatting import command_for, quoted
 from plaingpt.training import stopwatch
 from plaingpt.training.averaging import averaged, go_on
 from plaingpt.training.checkpoint import KEPT, Saver
@@ -443,7 +443,7 @@ def finish(run, ending):
         if config.report:
             write_report(out_dir, record, print0)
     if run.watching.film:
-        print0(f'python plot.py --film {quoted(out_dir)} shows how it learned')
+        print0(f'{command_for("plot")} --film {quoted(out_dir)} shows how it learned')
     if run.guard.gave_up:
         raise run.guard.error()
     if run.saver.failed:
@@ -457,13 +457,13 @@ def finish(run, ending):
         print0(f'{ending}: stopped before the first iteration, so there is nothing to continue')
         return
     if ending in StopRequest.NAMES:
-        print0(f'{ending}: stopped after iteration {progress.iter_num}; python train.py {command} '
-               '--init_from=resume continues from the last checkpoint')
+        print0(f'{ending}: stopped after iteration {progress.iter_num}; {command_for("train")} '
+               f'{command} --init_from=resume continues from the last checkpoint')
         return
     if progress.iter_num < config.max_iters:
         print0(f'stopped after iteration {progress.iter_num}, {ending}')
     if progress.iter_num:
-        print0(f'done: {out_dir}/checkpoints has the weights; python sample.py {command}')
+        print0(f'done: {out_dir}/checkpoints has the weights; {command_for("sample")} {command}')
     if progress.evals_since_best:
         print0('sample.py takes the best weights, of validation loss '
                f'{progress.best_val_loss:.4f}; --checkpoint=latest takes the last')

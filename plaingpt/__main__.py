@@ -4,6 +4,7 @@
     torchrun --nproc_per_node=2 -m plaingpt train …  on two processes
 """
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ def main():
         fail(f'plaingpt {name}: expected one of {", ".join(COMMANDS)}')
     if not script.exists():
         fail('plainGPT runs from its clone: install it with pip install -e CLONE')
+    os.environ['PLAINGPT_STARTED_AS'] = sys.argv[0]  # for the commands in hints
     sys.argv = [str(script), *argv]
     sys.path.insert(0, str(ROOT))  # before a folder with a model.py of somebody else
     runpy.run_path(str(script), run_name='__main__')

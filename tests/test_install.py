@@ -1,5 +1,6 @@
 """Installation: the core needs eight packages, and the extras are those that are tested."""
 
+import subprocess
 import sys
 import tomllib
 from importlib import metadata
@@ -13,6 +14,7 @@ import prepare
 import sample
 import train
 from plaingpt import __main__
+from plaingpt.system.formatting import command_for
 
 PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
 CORE = [Requirement(text).name for text in PROJECT['dependencies']]
@@ -82,3 +84,26 @@ def test_the_command_runs_each_script_from_any_folder(tmp_path, capsys, monkeypa
 def test_scripts_that_need_no_torch_start_without_it(script):
     code = f'import sys, {script}; print("torch" in sys.modules)'
     assert run(sys.executable, '-c', code, cwd=ROOT) == 'False\n'
+
+
+def test_hints_name_a_command_as_this_one_was_started(tmp_path, monkeypatch):
+    monkeypatch.delenv('PLAINGPT_STARTED_AS', raising=False)
+    for argv0, said in (
+            ('train.py', 'python sample.py'), (f'{ROOT}/train.py', f'python {ROOT}/sample.py'),
+            ('/usr/bin/plaingpt', 'plaingpt sample'), ('plaingpt.exe', 'plaingpt sample'),
+            (f'{ROOT}/plaingpt/__main__.py', 'python -m plaingpt sample'),
+            ('/lib/pytest/__main__.py', 'python sample.py'), ('', 'python sample.py')):
+        monkeypatch.setattr(sys, 'argv', [argv0])
+        assert command_for('sample') == said, argv0
+    monkeypatch.setattr(sys, 'argv', [f'{ROOT}/train.py'])
+    monkeypatch.chdir(ROOT)
+    assert command_for('sample') == 'python sample.py'
+
+
+def test_from_another_folder_a_hint_can_be_typed_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.delenv('PLAINGPT_STARTED_AS', raising=False)
+    monkeypatch.setenv('PYTHONPATH', str(ROOT))
+    for start in ('-m', 'plaingpt', 'plot'), (ROOT / 'plot.py',):
+        done = subprocess.run([sys.executable, *start], cwd=tmp_path, text=True,
+                              capture_output=True)
+        assert f'python {" ".join(map(str, start))} out' in done.stderr

@@ -16,7 +16,7 @@ from plaingpt.data import tokenizers
 from plaingpt.data.token_files import TokenStream, open_tokens
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT, read_json
-from plaingpt.system.formatting import quoted
+from plaingpt.system.formatting import command_for, quoted
 
 FORMAT_VERSION = 1
 SPLITS = ('train', 'val')
@@ -221,9 +221,10 @@ def open_dataset(folder, vocab_size=0):
 
 
 def not_prepared(folder):
-    line = f'{folder} is not prepared: python prepare.py text FILES --data_dir={quoted(folder)}'
+    prepare = command_for('prepare')
+    line = f'{folder} is not prepared: {prepare} text FILES --data_dir={quoted(folder)}'
     if folder.parent == Path('data'):
-        line += f', or python prepare.py {quoted(folder.name)} where that is a corpus it lists'
+        line += f', or {prepare} {quoted(folder.name)} where that is a corpus it lists'
     return line
 
 
@@ -296,6 +297,7 @@ def prepare_small(name):
     folder = dataset_folder(name)
     if folder.parts != ('data', name) or holds_tokens(folder) or (folder / UNFINISHED).exists():
         return
+    os.environ.setdefault('PLAINGPT_STARTED_AS', sys.argv[0])  # for the commands in its hints
     done = subprocess.run([sys.executable, ROOT / 'prepare.py', name, '--if_small'])
     if done.returncode:
         sys.exit(done.returncode)  # it has said why

@@ -9,7 +9,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from plaingpt.data.dataset import SPLITS, open_dataset
 from plaingpt.system.errors import UserError, progress_bar, warn
-from plaingpt.system.formatting import count_of, printable
+from plaingpt.system.formatting import command_for, count_of, printable
 
 SHOWN_TOKENS, SHOWN_TOKENS_OF_CHAT = 24, 300
 
@@ -95,7 +95,8 @@ def print_overlap(entry):
         line = f'{100 * entry[key]:.3g}% of the {what} also in the training split'
         if entry[key] > MUCH_IN_TRAIN:
             warn(f'{line}, so the validation loss says little about new text: remove the copies '
-                 'from the input, or hold out other text (python prepare.py hf … --val_split=…)')
+                 'from the input, or hold out other text '
+                 f'({command_for("prepare")} hf … --val_split=…)')
         else:
             print(line)
 

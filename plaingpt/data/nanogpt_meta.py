@@ -4,6 +4,7 @@ import io
 import pickle
 
 from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import command_for
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -29,5 +30,5 @@ def read_nanogpt_meta(path):
     except Exception as e:  # a pickle can raise anything
         raise UserError(f'{path} is no meta.pkl as nanoGPT writes it ({type(e).__name__}: '
                         f'{" ".join(str(e).split())}), and nothing in it was run: prepare the text '
-                        'into a new folder with python prepare.py text --input=FILE '
+                        f'into a new folder with {command_for("prepare")} text --input=FILE '
                         '--data_dir=NEW_FOLDER') from None

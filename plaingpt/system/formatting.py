@@ -1,7 +1,10 @@
 """Numbers, errors and the text of others as people read them."""
 
+import os
 import re
 import shlex
+import sys
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -53,6 +56,20 @@ def join_halves(text):
 def quoted(path):
     """A path, or another word, as a shell takes it: for commands that a message shows."""
     return shlex.quote(str(path))
+
+
+def command_for(name):
+    """Another command, called as a person called this one: 'python sample.py', 'plaingpt sample' or
+    'python -m plaingpt sample'."""
+    # The variable has the first process's sys.argv[0], for those that it starts.
+    started = Path(os.environ.get('PLAINGPT_STARTED_AS', sys.argv[0]))
+    if started.parts[-2:] == ('plaingpt', '__main__.py'):
+        return f'python -m plaingpt {name}'
+    if started.stem == 'plaingpt':
+        return f'plaingpt {name}'
+    script = started.parent / f'{name}.py'
+    is_elsewhere = script.exists() and script.parent.resolve() != Path.cwd()
+    return f'python {quoted(script) if is_elsewhere else script.name}'
 
 
 def one_line(problem):

@@ -21,7 +21,7 @@ from model import GPT, chunk_size
 from plaingpt.system.devices import DTYPES, autocast
 from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError
-from plaingpt.system.formatting import GIB, gib
+from plaingpt.system.formatting import GIB, command_for, gib
 from plaingpt.training.optimizers import build_optimizer
 
 try:
@@ -287,7 +287,7 @@ def fit(config, shape, dtype, device, available):
             f'batch_size={config.batch_size}, n_layer={shape.n_layer}, n_embd={shape.n_embd}: a '
             f'step takes {gib(plan.total)}, its weights, gradients and optimizer states alone '
             f'{gib(kept)}, and {gib(available)} are free: choose smaller sizes, or see what '
-            'python plan.py says of --activation_checkpointing=full')
+            f'{command_for("plan")} says of --activation_checkpointing=full')
     return config
 
 

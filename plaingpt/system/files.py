@@ -94,19 +94,27 @@ def make_writable(folder, key='out_dir'):
 @contextmanager
 def locked(folder, refusal):
     """Keep other processes out of `folder` while in here. The system frees the lock of a killed
-    process. Raises UserError(refusal) where another process has the lock."""
+    process. Raises UserError(refusal) where another process has the lock. Where the file system
+    has no locks, this warns and goes on."""
     from filelock import FileLock, Timeout
-    lock = FileLock(Path(folder, '.lock'), blocking=False, mode=0o666)
+    # A soft lock, which is a file, would outlive a process that was killed on another machine.
+    lock = FileLock(Path(folder, '.lock'), blocking=False, mode=0o666, fallback_to_soft=False)
     try:
         lock.acquire()
     except Timeout:
         raise UserError(refusal) from None
+    except OSError as e:
+        if e.filename:  # the file cannot be opened
+            raise
+        warn(f'{folder}: this file system has no locks ({e.strerror}): let no other process write '
+             'there')
     try:
         yield
     finally:
         with suppress(OSError):  # it is gone, or Windows keeps an open file
             os.unlink(lock.lock_file)
-        lock.release()
+        with suppress(OSError):  # the connection is lost
+            lock.release()
 
 
 @contextmanager

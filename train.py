@@ -478,6 +478,7 @@ def main(argv):
         refuse_two_lengths(config, given)
     world = launched_world()
     device, device_why = devices.choose_device(config.device, world.local_rank)
+    devices.choose_compile(config.compile, device)  # refuses now what cannot work
     job = nullcontext()
     if world.launched:
         from plaingpt.parallel.job import process_group

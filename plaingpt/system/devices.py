@@ -1,16 +1,22 @@
 """What this machine is: device, precision, random numbers, speed and memory."""
 
 import base64
+import ctypes
 import os
 import platform
 import re
+import shutil
+import subprocess
 import sys
+import sysconfig
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import one_line
 from plaingpt.system.machine import free_memory
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
@@ -71,7 +77,9 @@ def choose_dtype(wanted, device, n_embd):
 
 
 def choose_compile(wanted, device):
-    """'auto', True or False → (bool, why)."""
+    """'auto', True or False → (bool, why). Raises UserError where True cannot work."""
+    if wanted is True and (problem := build_problem(device)):
+        raise UserError(f'compile=True: {problem}; or give --compile=False')
     if wanted != 'auto':
         return wanted, 'as asked'
     if device.type != 'cuda':
@@ -83,7 +91,38 @@ def choose_compile(wanted, device):
                       f'newer, and this is {major}.{minor}'
     if not has_triton():
         return False, 'Triton, which compiles for GPUs, is not installed here'
+    if problem := build_problem(device):
+        return False, problem
     return True, 'CUDA; the first evaluation and step wait for it'
+
+
+def build_problem(device):
+    """Why torch.compile cannot build code for a device here, with the fix; None if it can. For a
+    CPU it writes C++, and on a GPU Triton starts its kernels from C. So this builds and loads an
+    empty extension of Python, in the folder that torch.compile uses."""
+    if device.type == 'mps' or sys.platform == 'win32':
+        return None  # they build in other ways
+    language, variable, usual = 'C', 'CC', next(filter(shutil.which, ('gcc', 'clang')), 'gcc')
+    if device.type == 'cpu':
+        language, variable, usual = 'C++', 'CXX', 'g++'
+    compiler = os.environ.get(variable) or usual
+    fix = f'install {usual} and the headers of Python, or set {variable} to a compiler'
+    if not shutil.which(compiler):
+        return f'no {language} compiler found ({compiler}): {fix}'
+    command = [compiler, '-x', language.lower(), '-', '-shared', '-fPIC',
+               f'-I{sysconfig.get_path("include", "posix_prefix")}', '-o']
+    try:
+        from torch._inductor.runtime.cache_dir_utils import cache_dir  # makes the folder
+        with TemporaryDirectory(dir=cache_dir()) as folder:
+            subprocess.run([*command, f'{folder}/empty.so'], input='#include <Python.h>\n',
+                           errors='replace', capture_output=True, check=True)
+            ctypes.CDLL(f'{folder}/empty.so')
+    except subprocess.CalledProcessError as e:
+        message = re.search('.*error.*|$', e.stderr)[0] or 'no message'
+        return f'{compiler} failed ({message}): {fix}'
+    except OSError as e:
+        return f'{one_line(e)}: set TORCHINDUCTOR_CACHE_DIR to a folder where programs may run'
+    return None
 
 
 def keep_compiled_graphs():
@@ -104,7 +143,9 @@ def prepare_device(device):
     """Set the switches of torch that make a GPU faster and its memory last longer."""
     if device.type == 'cuda':  # TF32 makes a step on a CPU a fifth slower, also with bfloat16
         torch.set_float32_matmul_precision('high')
-        if not os.environ.keys() & {'PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'}:
+        is_own = os.environ.keys() & {'PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'}
+        # WSL2's driver fails at the first allocation with it, and Windows has no such thing.
+        if not is_own and sys.platform == 'linux' and 'microsoft' not in platform.release().lower():
             # Memory grows in place, which avoids most fragmentation.
             torch._C._accelerator_setAllocatorSettings('expandable_segments:True')
 

@@ -124,13 +124,13 @@ def open_generator(choice, compile=False):
     from plaingpt.inference.text_generator import TextGenerator
     from plaingpt.inference.weight_layout import prepare_for_generation
     device, _ = choose_device(choice.device)
+    compiles, compile_why = choose_compile(compile, device)
     prepare_device(device)
     model, tokenizer, weights = load(choice)
     model = model.to(device)
     dtype, _ = choose_dtype(choice.dtype, device, model.config.n_embd)
-    compile, _ = choose_compile(compile, device)
     print(f'{weights.source} | {model.num_parameters():,} parameters | device {device} | '
-          f'dtype {dtype}')
+          f'dtype {dtype}' + (f' | compile {compiles} ({compile_why})' if compile else ''))
     check_cache(model)
-    context = prepare_for_generation(model, device, dtype, pack=not compile)
-    return TextGenerator(model, tokenizer, context, CompiledStep(model) if compile else None)
+    context = prepare_for_generation(model, device, dtype, pack=not compiles)
+    return TextGenerator(model, tokenizer, context, CompiledStep(model) if compiles else None)

@@ -1,8 +1,13 @@
+import platform
 import re
+import sys
 
 import pytest
 import torch
+from helpers import fails
 
+import sample
+import train
 from plaingpt.system import devices
 from plaingpt.system.devices import (
     choose_compile,
@@ -42,6 +47,7 @@ def test_a_gpu_without_bfloat16_computes_in_float16(monkeypatch):
 
 
 def test_a_gpu_compiles_where_triton_can_and_says_why_not(monkeypatch):
+    monkeypatch.setattr(devices, 'build_problem', lambda device: None)
     for capability, triton, expected, why in (
             ((9, 0), True, True, 'CUDA'), ((7, 5), True, False, '8.0 and newer.* 7.5'),
             ((8, 9), False, False, 'Triton.* is not installed')):  # as on Windows
@@ -53,8 +59,60 @@ def test_a_gpu_compiles_where_triton_can_and_says_why_not(monkeypatch):
     assert choose_compile(True, CPU)[0] is True and choose_compile('auto', CPU)[0] is False
 
 
-def test_memory_grows_in_place_unless_the_environment_says_otherwise(monkeypatch):
+@pytest.fixture
+def gpu_with_triton(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda _: (9, 0))
+    monkeypatch.setattr('torch.utils._triton.has_triton', lambda: True)
+    return torch.device('cuda')
+
+
+@pytest.mark.parametrize('lacks', ['compilers', 'its compiler', 'headers', 'a cache'])
+def test_what_cannot_compile_here_runs_eagerly_or_is_refused_with_the_fix(
+        lacks, gpu_with_triton, tmp_path, monkeypatch):
+    import torch._inductor  # noqa: F401, which needs a cache folder when it is imported
+    for variable in ('CC', 'CXX'):
+        monkeypatch.delenv(variable, raising=False)
+    if lacks == 'compilers':
+        monkeypatch.setenv('PATH', str(tmp_path))
+    elif lacks == 'its compiler':
+        monkeypatch.setenv('CC', str(tmp_path / 'gcc'))
+        monkeypatch.setenv('CXX', str(tmp_path / 'g++'))
+    elif lacks == 'headers':
+        monkeypatch.setattr(devices.sysconfig, 'get_path', lambda *_: str(tmp_path))
+    else:
+        (tmp_path / 'file').touch()
+        monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path / 'file'))
+    for device, variable in (CPU, 'CXX'), (gpu_with_triton, 'CC'):
+        fix = 'TORCHINDUCTOR_CACHE_DIR' if lacks == 'a cache' else variable
+        with pytest.raises(UserError, match=fix) as refusal:
+            choose_compile(True, device)
+        assert '--compile=False' in str(refusal.value) and '\n' not in str(refusal.value)
+        assert choose_compile(False, device)[0] is False
+    found, reason = choose_compile('auto', gpu_with_triton)
+    assert found is False and fix in reason
+
+
+def test_code_that_builds_but_may_not_run_is_not_compiled(monkeypatch):
+    def refuse(path):
+        raise OSError(f'{path}: failed to map segment from shared object')  # /tmp is noexec
+    monkeypatch.setattr(devices.ctypes, 'CDLL', refuse)
+    with pytest.raises(UserError, match='compile=True'):
+        choose_compile(True, CPU)
+
+
+def test_without_a_compiler_nothing_is_loaded_or_written(
+        tiny, trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv('PATH', str(tmp_path))
+    monkeypatch.delenv('CXX', raising=False)
+    for main, *argv in (train.main, *tiny), (sample.main, trained, '--device=cpu'):
+        assert 'compile' in fails(capsys, monkeypatch, main, *argv, '--compile=True')
+        assert capsys.readouterr().out == '' and not (tmp_path / 'out').exists()
+
+
+def test_memory_grows_in_place_where_it_can_unless_the_environment_says_otherwise(monkeypatch):
     asked = []
+    monkeypatch.setattr(sys, 'platform', 'linux')
+    monkeypatch.setattr(platform, 'release', lambda: '6.8.0-45-generic')
     monkeypatch.setattr(torch, 'set_float32_matmul_precision', lambda _: None)
     monkeypatch.setattr(torch._C, '_accelerator_setAllocatorSettings', asked.append)
     for name in ('PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'):
@@ -64,6 +122,13 @@ def test_memory_grows_in_place_unless_the_environment_says_otherwise(monkeypatch
     prepare_device(torch.device('cuda'))
     assert asked == ['expandable_segments:True']
     monkeypatch.setenv('PYTORCH_CUDA_ALLOC_CONF', 'max_split_size_mb:64')
+    prepare_device(torch.device('cuda'))
+    monkeypatch.delenv('PYTORCH_CUDA_ALLOC_CONF')
+    for release in ('5.15.90.1-microsoft-standard-WSL2', '4.4.0-19041-Microsoft'):
+        monkeypatch.setattr(platform, 'release', lambda found=release: found)
+        prepare_device(torch.device('cuda'))
+    monkeypatch.setattr(platform, 'release', lambda: '11')
+    monkeypatch.setattr(sys, 'platform', 'win32')
     prepare_device(torch.device('cuda'))
     assert len(asked) == 1
 

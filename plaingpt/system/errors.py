@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
+from plaingpt.system.formatting import one_line
 from plaingpt.system.machine import cores_shared, limit_threads
 
 
@@ -92,6 +93,8 @@ def explain(error):
         return str(error)
     if isinstance(error, OSError):
         return f'{error.filename}: {error.strerror}' if error.filename else str(error)
+    if any(kind.__name__ == 'BackendCompilerFailed' for kind in type(error).__mro__):
+        return f'torch.compile failed: {one_line(error)}: give --compile=False'
     if is_out_of_memory(error):
         # CUDA's own message is a paragraph: its second sentence says how much.
         tried = re.search(r'[Tt]ried to allocate \S+ \w+', str(error))

@@ -100,6 +100,15 @@ def test_code_that_builds_but_may_not_run_is_not_compiled(monkeypatch):
         choose_compile(True, CPU)
 
 
+def test_what_fails_to_compile_later_is_one_error_with_the_way_out(capsys, monkeypatch):
+    from torch._inductor.exc import InductorError
+
+    def main(argv):
+        raise InductorError(RuntimeError('Compiler: cl is not found.'), None)
+    line = fails(capsys, monkeypatch, main)
+    assert 'cl is not found' in line and '--compile=False' in line
+
+
 def test_without_a_compiler_nothing_is_loaded_or_written(
         tiny, trained, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv('PATH', str(tmp_path))

@@ -9,8 +9,8 @@
     model = AutoModelForCausalLM.from_pretrained('my-gpt')
 """
 
-import os
 import shutil
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,9 +21,10 @@ from safetensors import SafetensorError
 from configurator import load_config
 from plaingpt.data.dataset import read_names
 from plaingpt.inference.gguf_export import DTYPES, write_gguf
-from plaingpt.inference.hf_architectures import OWN_CODE, choose_architecture
+from plaingpt.inference.hf_architectures import OWN_CODE
 from plaingpt.inference.hf_export import write_hf
 from plaingpt.system.errors import UserError, run_script
+from plaingpt.system.files import locked
 from plaingpt.system.formatting import printable
 from plaingpt.training.open_weights import ModelChoice, load
 
@@ -40,11 +41,11 @@ class ExportConfig(ModelChoice):
                                      'a file, as --format=gguf --dest=my-gpt.gguf']
 
 
-def model_card(name, model, source, state):
+def model_card(name, architecture, model, source, state):
     """README.md of the exported folder: what the hub reads, and the facts of the model and its run
     without paths of this machine. state: state.json of a run's checkpoint, or {}"""
     c = model.config
-    code = '' if choose_architecture(model) != OWN_CODE else ', trust_remote_code=True'
+    code = ', trust_remote_code=True' if architecture == OWN_CODE else ''
     facts = {
         'shape': f'{c.n_layer} layers, {c.n_head} heads, {c.n_embd} channels, '
                  f'{c.block_size} tokens of context, vocabulary {c.vocab_size:,}, '
@@ -75,34 +76,51 @@ model = AutoModelForCausalLM.from_pretrained('{name}'{code})
 '''
 
 
+@contextmanager
+def temporary_folder(dest):
+    """A folder beside `dest`, empty also where an export that was killed left one. It is gone
+    afterwards. Raises UserError where another process has it."""
+    parent = dest.with_name(f'{dest.name}.tmp')
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = parent / 'new'
+    try:
+        with locked(parent, f'dest={dest}: another export is writing it: wait until it is done'):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        with suppress(OSError):  # another process is in it
+            parent.rmdir()
+
+
 def main(argv):
     config = load_config(ExportConfig, argv, __doc__, positional='out_dir')
     dest = Path(config.dest)
     if dest.exists():
         raise UserError(f'dest={dest} exists already: name one that does not')
     model, tokenizer, weights = load(config)
-    folder = dest.with_name(f'{dest.name}.{os.getpid()}.tmp')
+    architecture = None
     try:
-        folder.mkdir(parents=True)
-        if config.format == 'gguf':
-            write_gguf(folder / dest.name, model, tokenizer, config.dtype)
-            (folder / dest.name).rename(dest)
-        else:
-            card = model_card(dest.name, model, weights.source, weights.state)
-            (folder / 'README.md').write_text(printable(card), encoding='utf-8')
-            write_hf(folder, model, tokenizer, getattr(torch, config.dtype))
-            folder.rename(dest)
+        with temporary_folder(dest) as folder:
+            if config.format == 'gguf':
+                write_gguf(folder / dest.name, model, tokenizer, config.dtype)
+                (folder / dest.name).rename(dest)
+            else:
+                architecture = write_hf(folder, model, tokenizer, getattr(torch, config.dtype))
+                card = model_card(dest.name, architecture, model, weights.source, weights.state)
+                (folder / 'README.md').write_text(printable(card), encoding='utf-8')
+                folder.rename(dest)
     except (OSError, SafetensorError) as e:
         why = getattr(e, 'strerror', None) or e
         raise UserError(f'dest={dest}: cannot be written: {why}') from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     size = sum(path.stat().st_size for path in (dest.iterdir() if dest.is_dir() else [dest]))
     print(f'{weights.source} → {dest}: {model.num_parameters():,} parameters, {size / 1e6:,.1f} MB')
-    if config.format == 'transformers':
-        name = choose_architecture(model)
+    if architecture:
         print('transformers opens it with its own code: from_pretrained(…, trust_remote_code=True)'
-              if name == OWN_CODE else f'transformers opens it as {name}')
+              if architecture == OWN_CODE else f'transformers opens it as {architecture}')
 
 
 if __name__ == '__main__':

@@ -24,7 +24,8 @@ def in_transformers(folder):
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=own_code).eval()
 
 
-def shaken(vocab_size=257, n_layer=2, n_head=4, n_embd=48, std=0.2, block_size=256, **flags):
+def shaken(vocab_size=257, n_layer=2, n_head=4, n_embd=48, std=0.2, block_size=256, GPT=GPT,
+           GPTConfig=GPTConfig, **flags):
     """A small model of ours in which every parameter matters."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, **flags)).eval()

@@ -29,8 +29,9 @@ def write_gguf(path, model, tokenizer, dtype):
     llama.cpp cannot compute what `model` does, or cut text into tokens as `tokenizer` does."""
     config, name = model.config, choose_architecture(model)
     if name == OWN_CODE or config.rotary_factor != 1 or config.mlp not in ('gelu', 'swiglu'):
-        raise UserError('format=gguf: llama.cpp has no model of this shape: train with '
-                        'config/qwen3_shape.py behind your recipe, or export to transformers')
+        raise UserError('format=gguf: llama.cpp has no architecture for these flags, or for a '
+                        'model.py that was changed: train with config/qwen3_shape.py after your '
+                        'recipe, or export to transformers')
     if getattr(tokenizer, 'base', tokenizer).to_json()['kind'] not in ('byte', 'bpe', 'gpt2'):
         raise UserError('format=gguf takes a tokenizer of byte, bpe or gpt2: export to '
                         "transformers; one of others goes on from there with llama.cpp's "

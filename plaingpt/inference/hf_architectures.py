@@ -1,13 +1,15 @@
 """The architectures of Hugging Face's transformers that compute what a GPT of ours computes.
 
 The table at the end says which GPTConfigs each can express. A field that it does not list must have
-its default: a model with a new flag goes out with its own code, and so does one whose model.py does
-not compute what it did.
+its default: a model with a new flag goes out with its own code. So does one whose logits are not
+those of published_logits(), because its model.py was changed.
 """
 
+import math
 from dataclasses import asdict, dataclass, fields, replace
 
 import torch
+import torch.nn.functional as F
 
 from model import ROW_PER_TOKEN, GPTConfig
 
@@ -33,19 +35,12 @@ class Architecture:
     expressible: dict
     keys: dict  # GPTConfig field → its key in config.json
     defaults: dict  # what a key means that config.json lacks
-    probe: float  # what probe() gives of such a model as long as model.py computes the same
 
-    def computes(self, model):
-        """Whether it computes what a GPT computes."""
-        for field in fields(model.config):
-            allowed = self.expressible.get(field.name, (field.default,))
-            if allowed is not ANY and getattr(model.config, field.name) not in allowed:
-                return False
-        try:
-            found = probe(type(model), type(model.config), self.expressible)
-        except Exception:  # a changed network may refuse so small a model
-            return False
-        return abs(found - self.probe) < 0.01
+    def expresses(self, config):
+        """Whether its config.json can say what a GPTConfig says."""
+        return all(allowed is ANY or getattr(config, field.name) in allowed
+                   for field in fields(config)
+                   for allowed in [self.expressible.get(field.name, (field.default,))])
 
     def write_config(self, config):
         """GPTConfig → the content of config.json but model_type."""
@@ -85,19 +80,6 @@ def flattened(hf):
     return {key: 'gelu_new' if value == 'gelu_pytorch_tanh' else value
             for key, value in {**hf, **rope}.items()
             if value is not None and key not in ('rope_scaling', 'rope_parameters')}
-
-
-@torch.no_grad()
-def probe(GPT, GPTConfig, expressible):
-    """A number that a tiny model of an architecture computes with these classes of model.py, which
-    its user may have changed."""
-    flags = {field: values[0] for field, values in expressible.items() if values}
-    with torch.random.fork_rng([]):
-        model = GPT(GPTConfig(8, 16, 2, 2, 8, **flags)).eval()
-    for i, p in enumerate(model.parameters()):
-        p.copy_(torch.sin(torch.arange(p.numel()) + i).view_as(p))
-    logits, _ = model(torch.arange(16).view(2, 8))
-    return (logits * torch.arange(16).cos()).sum().item()
 
 
 def without_padding(weights, config):
@@ -209,16 +191,104 @@ QWEN2_KEYS = dict(vocab_size='vocab_size', block_size='max_position_embeddings',
                   rotary_base='rope_theta', tied_head='tie_word_embeddings')
 LLAMA_KEYS = {**QWEN2_KEYS, 'bias': 'attention_bias'}
 ARCHITECTURES = {
-    'gpt2': Gpt2('GPT2LMHeadModel', GPT2, GPT2_KEYS, {'layer_norm_epsilon': 1e-5}, 50.0),
-    'llama': Llama('LlamaForCausalLM', LLAMA, LLAMA_KEYS, {'rms_norm_eps': 1e-6}, -8.329),
-    'qwen2': Llama('Qwen2ForCausalLM', QWEN2, QWEN2_KEYS, {'rms_norm_eps': 1e-6}, -22.078),
-    'qwen3': Llama('Qwen3ForCausalLM', QWEN3, LLAMA_KEYS,
-                   {'rms_norm_eps': 1e-6, 'head_dim': 128}, 0.967)}
+    'gpt2': Gpt2('GPT2LMHeadModel', GPT2, GPT2_KEYS, {'layer_norm_epsilon': 1e-5}),
+    'llama': Llama('LlamaForCausalLM', LLAMA, LLAMA_KEYS, {'rms_norm_eps': 1e-6}),
+    'qwen2': Llama('Qwen2ForCausalLM', QWEN2, QWEN2_KEYS, {'rms_norm_eps': 1e-6}),
+    'qwen3': Llama('Qwen3ForCausalLM', QWEN3, LLAMA_KEYS, {'rms_norm_eps': 1e-6, 'head_dim': 128})}
 OWN_CODE = 'plaingpt'
 READABLE = {**ARCHITECTURES, OWN_CODE: OwnCode()}
 
 
 def choose_architecture(model):
     """→ the name of the first architecture that computes what a GPT computes, else OWN_CODE."""
-    return next((name for name, architecture in ARCHITECTURES.items()
-                 if architecture.computes(model)), OWN_CODE)
+    names = [name for name, architecture in ARCHITECTURES.items()
+             if architecture.expresses(model.config)]
+    return names[0] if names and computes_as_published(model) else OWN_CODE
+
+
+# -----------------------------------------------------------------------------
+# Does model.py, which its user may have changed, compute what these architectures compute?
+
+MOST_TOKENS = 8192  # that are compared
+ROUNDING = 3e-5  # of the size of a token's logits; published_logits() takes sums as model.py does
+
+
+def random_tokens(config):
+    """→ (1, T) tokens, as many as the model reads. None opens a document."""
+    tokens = torch.randint(config.vocab_size, (1, min(config.block_size, MOST_TOKENS)),
+                           generator=torch.Generator().manual_seed(0))
+    other = (config.document_start + 1) % config.vocab_size
+    return tokens.masked_fill(tokens == config.document_start, other)
+
+
+def same_logits(logits, expected, tolerance):
+    """Whether logits (1, T, V) are those expected at each position. tolerance: of their size"""
+    errors = (logits - expected).norm(dim=-1)
+    return bool((errors <= tolerance * expected.norm(dim=-1)).all())
+
+
+@torch.no_grad()
+def computes_as_published(model):
+    """Whether a GPT has the logits of GPT-2, Llama or Qwen with its weights."""
+    idx = random_tokens(model.config)
+    try:
+        expected = published_logits(dict(model.named_parameters()), model.config, idx)
+    except (KeyError, RuntimeError):  # it has other parameters, or of other shapes
+        return False
+    return same_logits(model.eval()(idx)[0], expected, ROUNDING)
+
+
+def published_logits(weights, c, idx):
+    """The logits (1, T, V) of GPT-2, Llama or Qwen for idx (1, T), without model.py.
+
+    weights: {our name: tensor}; c: GPTConfig. Raises KeyError where a weight is missing, and
+    where one has no part in this."""
+    def linear(x, name, bias=c.bias):
+        return F.linear(x, weights.pop(f'{name}.weight'),
+                        weights.pop(f'{name}.bias') if bias else None)
+
+    def norm(x, name):
+        weight = weights.pop(f'{name}.weight')
+        if c.rmsnorm:
+            return F.rms_norm(x, weight.shape, weight, c.norm_eps)
+        bias = weights.pop(f'{name}.bias') if c.bias else None
+        return F.layer_norm(x, weight.shape, weight, bias, c.norm_eps)
+
+    def activation(x):
+        if c.mlp == 'swiglu':
+            gate, up = x.chunk(2, dim=-1)
+            return F.silu(gate) * up
+        if c.mlp == 'relu2':
+            return F.relu(x) ** 2
+        return F.gelu(x, approximate='tanh' if c.mlp == 'gelu' else 'none')
+
+    embedding, D = weights.pop('transformer.wte.weight'), c.head_size
+    x, positions = embedding[idx], torch.arange(idx.size(1))  # (1, T, C), (T,)
+    if c.rotary:
+        speeds = c.rotary_base ** (-torch.arange(D // 2) / (D // 2))
+        turns = c.rotary_length * speeds / (2 * math.pi)
+        kept = ((turns - 1) / (4 - 1)).clamp(0, 1)  # 1 and 4 are the factors in config.json
+        speeds = speeds * (kept + (1 - kept) / c.rotary_factor)
+        cos, sin = (f(torch.outer(positions, speeds)).repeat(1, 2) for f in (torch.cos, torch.sin))
+        sin[:, :D // 2] *= -1
+    else:
+        x = x + weights.pop('transformer.wpe.weight')[positions]
+    for i in range(c.n_layer):
+        attn, mlp = f'transformer.h.{i}.attn', f'transformer.h.{i}.mlp'
+        qkv = linear(norm(x, f'transformer.h.{i}.ln_1'), f'{attn}.c_attn', c.bias or c.qkv_bias)
+        q, k, v = (each.unflatten(2, (-1, D)).transpose(1, 2)  # (1, H or KV, T, D)
+                   for each in qkv.split(c.qkv_sizes, dim=2))
+        if c.qk_norm:
+            q, k = norm(q, f'{attn}.q_norm'), norm(k, f'{attn}.k_norm')
+        if c.rotary:
+            q, k = (torch.addcmul(each * cos, each.roll(D // 2, dims=-1), sin) for each in (q, k))
+        k, v = (each.repeat_interleave(q.size(1) // k.size(1), dim=1) for each in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + linear(y.transpose(1, 2).flatten(2), f'{attn}.c_proj')
+        hidden = linear(norm(x, f'transformer.h.{i}.ln_2'), f'{mlp}.c_fc')
+        x = x + linear(activation(hidden), f'{mlp}.c_proj')
+    x = norm(x, 'transformer.ln_f')
+    head = embedding if c.tied_head else weights.pop('lm_head.weight')
+    if weights:
+        raise KeyError(*weights)
+    return F.linear(x, head)[..., :c.vocab_size]

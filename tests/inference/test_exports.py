@@ -19,8 +19,11 @@ from configurator import load_config
 from model import GPT, GPTConfig
 from plaingpt.data import tokenizers
 from plaingpt.inference.generation import generate
+from plaingpt.inference.gguf_export import write_gguf
+from plaingpt.inference.hf_architectures import OWN_CODE, choose_architecture
 from plaingpt.inference.hf_export import hf_tokenizer, write_hf
 from plaingpt.inference.pretrained import open_pretrained
+from plaingpt.system.errors import UserError
 from plaingpt.training.settings import TrainConfig
 
 BYTES = tokenizers.ByteTokenizer()
@@ -75,18 +78,69 @@ def test_an_export_has_the_logits_and_the_text_in_transformers_and_comes_back(na
         assert torch.equal(opened(folder)(idx)[0], plain(idx)[0])
 
 
-def test_a_network_that_its_user_changed_goes_out_as_it_is(tmp_path, monkeypatch):
+def changed_model(folder, monkeypatch, line, change, **flags):
+    """A model of a model.py in which `line` was changed, with what that file holds."""
     text = (ROOT / 'model.py').read_text()
-    changed = text.replace('x + self.mlp(', 'x + 2 * self.mlp(')
-    (tmp_path / 'model.py').write_text(changed)
-    spec = importlib.util.spec_from_file_location('changed', tmp_path / 'model.py')
+    assert line in text
+    (folder / 'model.py').write_text(text.replace(line, change))
+    spec = importlib.util.spec_from_file_location('changed', folder / 'model.py')
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, 'changed', module)
     spec.loader.exec_module(module)
-    ours = module.GPT(module.GPTConfig(64, 257, 2, 4, 48))
+    return shaken(GPT=module.GPT, GPTConfig=module.GPTConfig, **flags)
+
+
+CAUSAL, DROP = 'dropout_p=dropout, is_causal=True)', 'x = self.transformer.drop(x)'
+CHANGED = {  # a line of model.py, what it becomes, flags
+    'the branch counts twice': ('x + self.mlp(', 'x + 2 * self.mlp(', {}),
+    'an activation': ("partial(F.gelu, approximate='tanh')", 'F.silu', {}),
+    'embeddings are scaled': (DROP, 'x = 1.01 * x', {}),
+    'another norm': (DROP, 'x = F.rms_norm(x, x.shape[-1:])', {}),
+    'late positions differ': (DROP, 'x = torch.cat((x[:, :60], 1.1 * x[:, 60:]), dim=1) '
+                                    'if cache is None else x', {}),
+    'logits are capped': ('return self.lm_head(x)[..., :self.config.vocab_size]',
+                          'return 30 * torch.tanh(self.lm_head(x) / 30)[..., :self.config.'
+                          'vocab_size]', {}),
+    'forward scales the logits': ('logits = self.logits(x)  # (B, T, V)',
+                                  'logits = self.logits(x) / 2', {}),
+    'attention is scaled': (CAUSAL, 'is_causal=True, scale=0.1)', {}),
+    'a window': (CAUSAL, 'attn_mask=torch.ones(k.size(2), k.size(2)).tril().triu(-40).bool())', {}),
+    'a window with a cache': ('    if cache is not None:\n'
+                              '        return cache.attention(q, k, v)\n',
+                              '    if cache is not None:\n        k, v, seen = cache.extend(k, v)\n'
+                              '        n = torch.arange(k.size(2))\n'
+                              '        near = n > cache.columns[:, None] - 40\n'
+                              '        return F.scaled_dot_product_attention(q, k, v, near if seen '
+                              'is None else seen & near)\n    n = torch.arange(q.size(2))\n'
+                              '    near = (n > n[:, None] - 40) & (n <= n[:, None])\n'
+                              '    return F.scaled_dot_product_attention(q, k, v, near)\n', {}),
+    'angles of positions': ('(2 * math.pi)  # within', '(3 * math.pi)  # within',
+                            dict(LLAMA, rotary_factor=4.0, rotary_length=16)),
+    'queries are not normalized': ('self.q_norm(q), self.k_norm', 'q, self.k_norm',
+                                   dict(LLAMA, qk_norm=True, bias=False))}
+
+
+@pytest.mark.parametrize('name', CHANGED)
+def test_a_network_that_its_user_changed_goes_out_as_it_is_or_not_at_all(
+        name, tmp_path, monkeypatch):
+    line, change, flags = CHANGED[name]
+    ours = changed_model(tmp_path, monkeypatch, line, change, block_size=64, **flags)
+    with pytest.raises(UserError, match=r'model\.py'):
+        write_gguf(tmp_path / 'a.gguf', ours, BYTES, 'float32')
+    if name in ('late positions differ', 'forward scales the logits', 'attention is scaled',
+                'a window'):  # but not with a cache
+        with pytest.raises(UserError, match=r'model\.py: '):
+            exported(tmp_path / 'a', ours)
+        return
     folder = exported(tmp_path / 'a', ours)
-    assert changed != text and (folder / 'model.py').read_text() == changed
+    assert change in (folder / 'model.py').read_text()
     assert same_logits(ours, in_transformers(folder), tokens(256, 2, 64))
+
+
+def test_a_weight_that_an_architecture_has_not_takes_the_own_code(tmp_path):
+    for model in shaken(), shaken(**LLAMA):
+        model.gate = torch.nn.Parameter(torch.zeros(1))
+        assert choose_architecture(model) == OWN_CODE
 
 
 def test_a_flag_that_no_architecture_lists_takes_the_own_code_unless_it_has_its_default(tmp_path):

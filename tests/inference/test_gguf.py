@@ -1,6 +1,7 @@
 """A file of gguf holds our model as llama.cpp wants it. The package gguf reads the files back;
 test_llama_cpp.py lets llama.cpp itself read them."""
 
+import os
 import resource
 import sys
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from foreign_models import save_tokenizer, shaken
-from helpers import CHAT, SHARED, exit_code, fails, fork
+from helpers import CHAT, SHARED, die_before_change, exit_code, fails, fork
 
 import export
 from plaingpt.data import tokenizers
@@ -19,6 +20,7 @@ from plaingpt.data.tokenizer_choice import make_tokenizer
 from plaingpt.inference.gguf_export import write_gguf
 from plaingpt.inference.hf_export import write_hf
 from plaingpt.system.errors import UserError
+from plaingpt.system.files import locked
 
 LLAMA = dict(rotary=True, rmsnorm=True, mlp='swiglu')
 QWEN3 = dict(LLAMA, qk_norm=True, bias=False)
@@ -165,3 +167,17 @@ def test_the_command_writes_one_file_and_overwrites_none(tmp_path, capsys, monke
     before = dest.read_bytes()
     assert 'exists already' in fails(capsys, monkeypatch, export.main, *command)
     assert [*dest.parent.iterdir()] == [dest] and dest.read_bytes() == before
+
+
+@pytest.mark.parametrize('format', ['gguf', 'transformers'])
+def test_an_export_after_one_that_was_killed_leaves_nothing_of_it(tmp_path, format):
+    (tmp_path / 'hf').mkdir()
+    write_hf(tmp_path / 'hf', shaken(), BYTES)
+    command = [f'--init_from={tmp_path}/hf', f'--format={format}', f'--dest={tmp_path}/a/my']
+    pid = fork(export.main, *command, log=tmp_path / 'log',
+               before=lambda: die_before_change(1, f'new{os.sep}'))
+    assert exit_code(pid) == 9 and not (tmp_path / 'a/my').exists()
+    with locked(tmp_path / 'a/my.tmp', ''), pytest.raises(UserError, match='another export'):
+        export.main(command)
+    export.main(command)
+    assert [*(tmp_path / 'a').iterdir()] == [tmp_path / 'a/my']

@@ -85,12 +85,32 @@ class TextStream:
         return np.stack([self.ids[start:start + length] for start in starts])
 
 
-def text_loader(path, tokenizer, block_size, batch_size, **settings):
-    """The loader of a text file. Its sequences are as long as each other, so that hardly a token is
-    left over, and no longer than block_size."""
-    stream = TextStream(path, tokenizer)
-    number = math.ceil((len(stream) - 1) / block_size)
-    return BatchLoader(stream, (len(stream) - 1) // number, batch_size, **settings)
+class WholeLoader(BatchLoader):
+    """Reads each token of a stream once as a target. Where the end is shorter than a sequence, the
+    last one reads tokens before it too, which are no targets again."""
+
+    def tile(self):
+        super().tile()
+        targets = len(self.stream) - 1
+        self.num_eval_sequences = math.ceil(targets / self.block_size)
+        self.last = targets - self.block_size  # where the last sequence begins
+        self.repeated = self.num_eval_sequences * self.block_size - targets
+
+    def eval_starts(self, places, n):
+        return np.minimum(places * self.block_size, self.last)
+
+    def _on_host(self, starts):
+        idx, targets = super()._on_host(starts)
+        targets = targets.clone()  # it may share memory with idx
+        targets[starts == self.last, :self.repeated] = -1
+        return idx, targets
+
+    def mean_target(self, values, n):
+        starts = range(1, len(self.stream), self.block_size)
+        lengths = [min(self.block_size, len(self.stream) - start) for start in starts]
+        total = sum(values[self.stream.sequences([start], length)].sum()
+                    for start, length in zip(starts, lengths, strict=True))
+        return float(total / sum(lengths))
 
 
 def loaders(task, config, model, tokenizer, state, **settings):
@@ -98,7 +118,9 @@ def loaders(task, config, model, tokenizer, state, **settings):
     val, train or text; a mixture has several. settings: of BatchLoader"""
     shape = model.config.block_size, config.batch_size
     if task == 'text':
-        yield '', config.data, text_loader(config.data, tokenizer, *shape, **settings), \
+        stream = TextStream(config.data, tokenizer)
+        length = min(model.config.block_size, len(stream) - 1)
+        yield '', config.data, WholeLoader(stream, length, config.batch_size, **settings), \
             token_bytes(tokenizer)
         return
     name = config.dataset or state.get('config', {}).get('dataset')
@@ -113,12 +135,16 @@ def loaders(task, config, model, tokenizer, state, **settings):
                         'name another --dataset')
     for name, each, _ in dataset.parts:
         whose = ', the answers' if each.has_mask() else ''
-        yield name, f'{task} of {each.folder}{whose}', \
-            each.loader(task, *shape, **settings), each.token_bytes(task)
+        loader = each.loader(task, *shape, **settings)
+        if not each.has_mask():
+            loader = WholeLoader(loader.stream, *shape, **settings)
+        yield name, f'{task} of {each.folder}{whose}', loader, each.token_bytes(task)
 
 
 def score(model, label, loader, sizes, context):
     """Print the loss of all sequences → {name of a score: value}. loader, sizes: of loaders()"""
+    share = math.ceil(loader.num_eval_sequences / loader.world_size)
+    loader.batch_size = min(loader.batch_size, share)  # a batch is padded to its size
     loss, error = mean_loss(model, loader, loader.num_eval_sequences, context, label=label)
     bits = None
     if sizes is not None:

@@ -2,10 +2,13 @@ import json
 import math
 import shutil
 import sys
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
-from foreign_models import opened
+import torch.nn.functional as F
+from foreign_models import opened, shaken
 from helpers import ROOT, fails, launch, write_tasks
 
 import evaluate
@@ -37,6 +40,17 @@ def scores_of(tmp_path, *arguments):
     (tmp_path / 'scores.json').unlink(missing_ok=True)
     evaluate.main([*arguments, '--device=cpu', f'--output={tmp_path}/scores.json'])
     return json.loads((tmp_path / 'scores.json').read_text())['results']
+
+
+@torch.no_grad()
+def loss_of_all(model, ids, T):
+    """The mean loss of all ids but the first, T of them at a time, the last ones after others."""
+    losses = torch.cat([F.cross_entropy(model.eval()(ids[None, start:start + T])[0][0],
+                                        ids[start + 1:start + T + 1], reduction='none')
+                        for start in (*range(0, len(ids) - T, T), len(ids) - 1 - T)])
+    targets = len(ids) - 1
+    return (losses[:targets // T * T].sum() + losses[len(losses) - targets % T:].sum()).item() \
+        / targets
 
 
 # -----------------------------------------------------------------------------
@@ -71,6 +85,29 @@ def test_each_kind_of_request_of_lm_eval_is_answered_as_by_its_model_of_transfor
         == [whole[:whole.index(stop)]]
 
 
+def test_lm_eval_asks_for_more_than_block_size_tokens_and_none_is_left_out():
+    pytest.importorskip('lm_eval')
+    model, encode = shaken(block_size=16), ByteTokenizer().encode
+    ours = lm_eval_model.Requests(model, ByteTokenizer(), 2, nullcontext())
+    ids = torch.tensor([97, *encode('b' * 36 + 'end')])
+    logp = ours._loglikelihood_tokens([
+        (None, [97], ids[1:].tolist()), (None, [*encode('x' * 99)], [*encode('yes')]),
+        (None, [97], []), (None, [*encode('x' * 14)], [*encode('yes')])])
+    # 39 = 7 + 16 + 16 tokens, each after the token before its part
+    parts = [(0, 7), (7, 23), (23, 39)]
+    total = -sum(F.cross_entropy(model(ids[None, a:b])[0][0], ids[a + 1:b + 1], reduction='sum')
+                 for a, b in parts)
+    assert logp[0] == (pytest.approx(total.item(), rel=1e-4), False)
+    assert logp[1] == logp[3] and logp[2] == (0.0, True)
+    prompts = []
+    with mock.patch.object(lm_eval_model.TextGenerator, 'write',
+                           lambda self, ids, *rest: [prompts.append(ids[0]) or '']):
+        for n in (2, 16, 99):
+            request = mock.Mock(args=('a long prompt that is cut', {'max_gen_toks': n}))
+            ours.generate_until([request])
+    assert [len(prompt) for prompt in prompts] == [14, 8, 8]
+
+
 def test_tasks_of_lm_eval_are_scored_beside_text(exported, tmp_path, monkeypatch):
     ending, word = write_tasks(tmp_path, monkeypatch)
     scores = scores_of(tmp_path, f'--init_from={exported}', f'--tasks={ending},text,{word}',
@@ -88,10 +125,8 @@ def test_the_validation_loss_is_that_of_each_token_once(trained, char_data, tmp_
     scores = scores_of(tmp_path, f'--out_dir={trained}')['val']
     model, *_ = load(ModelChoice(out_dir=trained))
     stream = open_dataset(char_data).split('val')
-    n = (len(stream) - 1) // 16
-    idx, targets = (torch.from_numpy(stream.read(start, 16 * n)).view(n, 16) for start in (0, 1))
-    with torch.no_grad():
-        loss = model(idx, targets)[1].item()
+    loss = loss_of_all(model, torch.from_numpy(stream.read(0, len(stream))), 16)
+    assert (len(stream) - 1) % 16
     assert scores['loss'] == pytest.approx(loss, abs=1e-5)
     assert scores['perplexity'] == pytest.approx(math.exp(loss), rel=1e-4)
     # a character of this text is a byte, so bits a byte are bits a token
@@ -111,24 +146,26 @@ def test_a_run_of_an_older_version_is_sampled_evaluated_and_exported(tmp_path, c
     assert opened(tmp_path / 'hf').config.n_layer == state['model']['n_layer']
 
 
-def test_the_loss_does_not_depend_on_batch_size_or_processes(trained, tmp_path):
-    losses = [scores_of(tmp_path, f'--out_dir={trained}', f'--batch_size={n}')['val']['loss']
-              for n in (7, 64)]
+def test_the_scores_do_not_depend_on_batch_size_or_processes(trained, tmp_path):
+    found = [scores_of(tmp_path, f'--out_dir={trained}', f'--batch_size={n}')['val']
+             for n in (7, 10**12)]  # of which no batch is made
     launch(evaluate.main, 2, tmp_path, f'--out_dir={trained}', '--device=cpu',
            f'--output={tmp_path}/two.json')
-    losses.append(json.loads((tmp_path / 'two.json').read_text())['results']['val']['loss'])
-    assert max(losses) - min(losses) < 1e-6
+    found.append(json.loads((tmp_path / 'two.json').read_text())['results']['val'])
+    for key in ('loss', 'loss_stderr', 'bits_per_byte'):
+        values = [scores[key] for scores in found]
+        assert max(values) - min(values) < 1e-6
 
 
-@torch.no_grad()
-def test_a_file_is_scored_from_its_first_token_in_parts_as_long_as_each_other(exported, tmp_path):
-    text = 'naïve text, ' * 30
+@pytest.mark.parametrize('n', [1, 127, 128, 129, 300])
+def test_each_token_of_a_file_is_scored_once(exported, tmp_path, n):
+    text = ('naïve text, ' * 30).encode()[:n].decode()
     (tmp_path / 'book.txt').write_text(text, encoding='utf-8')
     scores = scores_of(tmp_path, f'--init_from={exported}', '--tasks=text',
                        f'--data={tmp_path}/book.txt')['text']
     model, *_ = load(ModelChoice(str(exported)))
-    ids = torch.tensor([256, *text.encode()])  # the end of text, and 390 = 4 · 97 + 2 bytes
-    loss = model(ids[:388].view(4, 97), ids[1:389].view(4, 97))[1].item()
+    ids = torch.tensor([256, *text.encode()])  # the end of text before it
+    loss = loss_of_all(model, ids, min(128, n))
     assert scores['loss'] == pytest.approx(loss, abs=1e-5)
     assert scores['bits_per_byte'] == pytest.approx(loss / math.log(2), abs=1e-5)
 

@@ -57,14 +57,15 @@ class Requests:
     def _loglikelihood_tokens(self, requests, **kwargs):
         """[(texts, ids of the context, ids of the continuation)] → [(log-likelihood of the
         continuation in nats, whether it is the likeliest)], the same on all processes, which share
-        the work. A long context loses its beginning."""
-        rows, world = [], launched_world()
-        for _, before, after in requests:
-            if not 0 < len(after) <= self.block_size:
-                raise UserError(f'lm_eval: an answer of {len(after)} tokens, and the block_size '
-                                f'is {self.block_size}')
-            ids = np.array([*before, *after], dtype=np.int64)[-(self.block_size + 1):]
-            rows.append((ids, len(after)))
+        the work. A long context loses its beginning; a continuation longer than block_size is
+        scored in several rows, from its end on."""
+        rows, request_of_row, world = [], [], launched_world()
+        for i, (_, before, after) in enumerate(requests):
+            ids = np.array([*before, *after], dtype=np.int64)
+            for end in range(len(ids), len(before), -self.block_size):
+                n = min(self.block_size, end - len(before))
+                rows.append((ids[max(0, end - self.block_size - 1):end], n))
+                request_of_row.append(i)
         order = np.argsort([-len(ids) for ids, _ in rows], kind='stable')  # less padding
         mine = order[world.rank::world.size]
         scores = np.zeros((len(mine), 2))
@@ -76,10 +77,12 @@ class Requests:
                 if batch:  # another process may have one more
                     scores[first:first + len(batch)] = score_batch(self.gpt, batch, self.context)
                     bar.update(len(batch))
-        found = np.zeros((len(rows), 2))
-        for rank, part in enumerate(all_gather(scores, self.group)):
-            found[order[rank::world.size]] = part
-        return [(float(logp), bool(likeliest)) for logp, likeliest in found]
+        found = [(0.0, True)] * len(requests)  # as of an empty continuation
+        for rank, part in enumerate(all_gather(scores.tolist(), self.group)):
+            for row, (logp, likeliest) in zip(order[rank::world.size], part, strict=True):
+                total, all_likeliest = found[request_of_row[row]]
+                found[request_of_row[row]] = total + logp, all_likeliest and bool(likeliest)
+        return found
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         """→ the log-likelihood of each text as a whole, block_size tokens at a time."""
@@ -105,7 +108,7 @@ class Requests:
                 max_new_tokens=options.get('max_gen_toks', 256), top_k=options.get('top_k', 0),
                 temperature=options.get('temperature', 0) if options.get('do_sample') else 0,
                 top_p=options.get('top_p', 1.0))
-            room = max(1, self.block_size - sampling.max_new_tokens)
+            room = max(1, self.block_size // 2, self.block_size - sampling.max_new_tokens)
             ids = generator.encode(prompt, 'lm_eval')[-room:]
             texts += generator.write([ids], [i], sampling, options.get('until') or [])
         return texts

@@ -9,11 +9,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from foreign_models import shaken, tokens
 from helpers import lines
 
 import evaluate
 import prepare
 import train
+from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import open_dataset
 
 
@@ -39,7 +41,7 @@ def test_bits_per_byte_are_of_the_text_that_was_evaluated(tiny, text_file, tmp_p
 
 
 @pytest.mark.parametrize('losses', [[2.0, 3.0, 2.5, 4.5], [11.0, 11.005, 11.01, 11.005]])
-def test_the_standard_error_of_a_loss_is_that_of_the_batches(losses):
+def test_the_standard_error_of_a_loss_is_that_of_a_mean(losses):
     sequence = torch.zeros(1, 8)  # of eight targets
     loader = Mock(eval_batches=range, eval_batch=lambda i: (i, sequence))
     model = Mock(side_effect=lambda i, targets: (None, torch.tensor(losses[i])))
@@ -47,7 +49,21 @@ def test_the_standard_error_of_a_loss_is_that_of_the_batches(losses):
     assert loss == pytest.approx(statistics.mean(losses))
     assert error == pytest.approx(statistics.stdev(losses) / 2, rel=0.01)  # they are float32
     _, error = train.mean_loss(model, loader, 1, nullcontext())
-    assert error is None  # one batch has no spread
+    assert error is None  # one has no spread
+
+
+def test_the_standard_error_is_that_of_the_sequences_in_batches_of_any_size():
+    model, text = shaken(block_size=16), tokens(257, 30 * 16 + 1)
+    stream = evaluate.TextStream.__new__(evaluate.TextStream)
+    stream.ids = text.numpy()
+    with torch.no_grad():
+        losses = [model(idx[None], targets[None])[1].item() for idx, targets in zip(
+            text[:-1].view(30, 16), text[1:].view(30, 16), strict=True)]
+    for chunk, batch_size in ((0, 1), ('auto', 4), (7, 64)):
+        model.loss_chunk_tokens = chunk
+        loss, error = train.mean_loss(model, BatchLoader(stream, 16, batch_size), 30, nullcontext())
+        assert loss == pytest.approx(statistics.mean(losses))
+        assert error == pytest.approx(statistics.stdev(losses) / 30**0.5, rel=1e-4)
 
 
 def test_the_loss_of_a_mixture_is_the_weighted_mean_of_the_corpora(tiny, data, tmp_path, capsys):

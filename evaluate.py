@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from configurator import load_config
+from model import chunked_cross_entropy
 from plaingpt.checks.model_checks import reads_ahead, short, small_model
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import open_named
@@ -141,11 +142,26 @@ def loaders(task, config, model, tokenizer, state, **settings):
         yield name, f'{task} of {each.folder}{whose}', loader, each.token_bytes(task)
 
 
+class SequenceLosses(torch.nn.Module):
+    """A GPT as mean_loss calls it, which returns the loss of each sequence."""
+
+    def __init__(self, gpt):
+        super().__init__()
+        self.gpt = gpt
+
+    def forward(self, idx, targets):
+        gpt, x = self.gpt, self.gpt.hidden(idx)  # (B, T, C)
+        return None, torch.stack([
+            chunked_cross_entropy(x_i, gpt.lm_head.weight, gpt.config.vocab_size, targets_i, 'auto')
+            for x_i, targets_i in zip(x, targets, strict=True)])
+
+
 def score(model, label, loader, sizes, context):
     """Print the loss of all sequences → {name of a score: value}. loader, sizes: of loaders()"""
     share = math.ceil(loader.num_eval_sequences / loader.world_size)
     loader.batch_size = min(loader.batch_size, share)  # a batch is padded to its size
-    loss, error = mean_loss(model, loader, loader.num_eval_sequences, context, label=label)
+    loss, error = mean_loss(SequenceLosses(model), loader, loader.num_eval_sequences, context,
+                            label=label)
     bits = None
     if sizes is not None:
         bits = loss / math.log(2) / loader.mean_target(sizes, loader.num_eval_sequences)
@@ -171,7 +187,6 @@ def main(argv):
     device, _ = choose_device(config.device, world.local_rank)
     model, tokenizer, weights = load(config)
     model.to(device)
-    model.loss_chunk_tokens = 'auto'  # a large vocabulary has large logits
     dtype, _ = choose_dtype(config.dtype, device, model.config.n_embd)
     context = autocast(device, dtype)
     print0(f'{weights.source} | {model.num_parameters():,} parameters | device {device} | dtype '

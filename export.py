@@ -10,7 +10,6 @@
 """
 
 import shutil
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,7 +23,6 @@ from plaingpt.inference.gguf_export import DTYPES, write_gguf
 from plaingpt.inference.hf_architectures import OWN_CODE
 from plaingpt.inference.hf_export import write_hf
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.files import locked
 from plaingpt.system.formatting import printable
 from plaingpt.training.open_weights import ModelChoice, load
 
@@ -76,26 +74,6 @@ model = AutoModelForCausalLM.from_pretrained('{name}'{code})
 '''
 
 
-@contextmanager
-def temporary_folder(dest):
-    """A folder beside `dest`, empty also where an export that was killed left one. It is gone
-    afterwards. Raises UserError where another process has it."""
-    parent = dest.with_name(f'{dest.name}.tmp')
-    parent.mkdir(parents=True, exist_ok=True)
-    folder = parent / 'new'
-    try:
-        with locked(parent, f'dest={dest}: another export is writing it: wait until it is done'):
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            try:
-                yield folder
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        with suppress(OSError):  # another process is in it
-            parent.rmdir()
-
-
 def main(argv):
     config = load_config(ExportConfig, argv, __doc__, positional='out_dir')
     dest = Path(config.dest)
@@ -103,19 +81,23 @@ def main(argv):
         raise UserError(f'dest={dest} exists already: name one that does not')
     model, tokenizer, weights = load(config)
     architecture = None
+    folder = dest.with_name(f'{dest.name}.tmp')
+    shutil.rmtree(folder, ignore_errors=True)  # of an export that was killed
     try:
-        with temporary_folder(dest) as folder:
-            if config.format == 'gguf':
-                write_gguf(folder / dest.name, model, tokenizer, config.dtype)
-                (folder / dest.name).rename(dest)
-            else:
-                architecture = write_hf(folder, model, tokenizer, getattr(torch, config.dtype))
-                card = model_card(dest.name, architecture, model, weights.source, weights.state)
-                (folder / 'README.md').write_text(printable(card), encoding='utf-8')
-                folder.rename(dest)
+        folder.mkdir(parents=True)
+        if config.format == 'gguf':
+            write_gguf(folder / dest.name, model, tokenizer, config.dtype)
+            (folder / dest.name).rename(dest)
+        else:
+            architecture = write_hf(folder, model, tokenizer, getattr(torch, config.dtype))
+            card = model_card(dest.name, architecture, model, weights.source, weights.state)
+            (folder / 'README.md').write_text(printable(card), encoding='utf-8')
+            folder.rename(dest)
     except (OSError, SafetensorError) as e:
         why = getattr(e, 'strerror', None) or e
         raise UserError(f'dest={dest}: cannot be written: {why}') from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     size = sum(path.stat().st_size for path in (dest.iterdir() if dest.is_dir() else [dest]))
     print(f'{weights.source} → {dest}: {model.num_parameters():,} parameters, {size / 1e6:,.1f} MB')
     if architecture:

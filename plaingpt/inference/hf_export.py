@@ -7,10 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from model import one_for_each
 from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, TEMPLATE
 from plaingpt.data.foreign_tokenizer import (
     OUR_TOKENIZER,
@@ -19,15 +17,13 @@ from plaingpt.data.foreign_tokenizer import (
     ForeignTokenizer,
 )
 from plaingpt.data.tokenizers import IdsTokenizer, is_chat
-from plaingpt.inference.generation import KVCache, LayerCache
+from plaingpt.inference.generation import check_cache
 from plaingpt.inference.hf_architectures import (
+    MOST_TOKENS,
     OWN_CODE,
     READABLE,
     choose_architecture,
-    random_tokens,
-    same_logits,
 )
-from plaingpt.system.errors import UserError
 
 END_OF_TEXT, PADDING = '<|endoftext|>', '<|padding|>'
 
@@ -46,7 +42,7 @@ def write_hf(folder, model, tokenizer, dtype=torch.float32):
         'model_type': name, **architecture.write_config(model.config),
         'dtype': str(dtype).removeprefix('torch.'), 'bos_token_id': begin, 'eos_token_id': end}}
     if name == OWN_CODE:
-        check_own_code(model)
+        check_cache(model, MOST_TOKENS)  # remote_code.py always has one
         code = {'model.py': inspect.getfile(type(model)),
                 'remote_code.py': Path(__file__).with_name('remote_code.py')}
         files |= {name: Path(path).read_text(encoding='utf-8') for name, path in code.items()}
@@ -55,31 +51,6 @@ def write_hf(folder, model, tokenizer, dtype=torch.float32):
         text = value if isinstance(value, str) else json.dumps(value, indent=1) + '\n'
         (folder / name).write_text(text, encoding='utf-8', newline='')
     return files['config.json']['model_type']
-
-
-class RemoteLayer(LayerCache):
-    """A layer's cache with the attention of remote_code.py, whose other methods do the same."""
-
-    def attention(self, q, k, v):
-        k, v, mask = self.extend(k, v)
-        return F.scaled_dot_product_attention(q, *one_for_each(q, k, v), attn_mask=mask)
-
-
-@torch.inference_mode()
-def check_own_code(model):
-    """Raise UserError where remote_code.py, which always calls `hidden` with a cache, gives other
-    logits than the model."""
-    idx, logits = random_tokens(model.config), []
-    cache = KVCache(model.config, idx.size(1), idx.device)
-    cache.layers = [RemoteLayer(cache) for _ in cache.layers]
-    cache.begin([0])
-    for part in idx.tensor_split([-2, -1], dim=1):  # as a prompt, and two tokens after it
-        cache.advance(part.size(1))
-        logits.append(model.logits(model.hidden(part, cache)))
-    if not same_logits(torch.cat(logits, dim=1), model.eval()(idx)[0], tolerance=1e-3):
-        raise UserError('model.py: attention, positions or a layer ignore the cache, or forward '
-                        'changes the logits itself: transformers would compute something else; '
-                        'docs/hacking.md shows attention that works with a cache')
 
 
 def tokenizer_files(tokenizer, block_size):

@@ -1,12 +1,11 @@
 """Measure a model while it trains: losses, benchmarks, samples, health, the film."""
 
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from tqdm import tqdm
 
-from model import GPT, chunked_cross_entropy
 from plaingpt.data.dataset import sample_prompts
 from plaingpt.monitoring.health import Health
 from plaingpt.system.distributed import (
@@ -24,60 +23,32 @@ LOOKS = 5  # health checks in a short run, at least: a curve needs a few points
 SAMPLE_TOKENS = 100  # in a sample
 
 
-@contextmanager
-def sequence_losses(model, targets):
-    """While a batch runs in here, collect the mean loss of each sequence: its head is computed
-    again. A model that torch.compile has as a whole adds nothing."""
-    gpt, losses = getattr(model, 'module', model), []  # without DistributedDataParallel
-    if not isinstance(gpt, GPT):
-        yield losses
-        return
-    hidden = gpt.hidden
-
-    def hidden_and_losses(idx):  # within forward: FSDP has gathered the weights
-        x = hidden(idx)
-        losses.extend(chunked_cross_entropy(x_i, gpt.lm_head.weight, gpt.config.vocab_size,
-                                            targets_i, gpt.loss_chunk_tokens or 'auto')
-                      for x_i, targets_i in zip(x, targets, strict=True))
-        return x
-
-    gpt.hidden = hidden_and_losses
-    try:
-        yield losses
-    finally:
-        del gpt.hidden
-
-
 @torch.no_grad()
 def mean_loss(model, loader, sequences, context, stop=None, label=None):
     """→ (mean loss in nats a token, its standard error). sequences: how many to read, evenly spaced
-    over the split. The standard error is that of the sequences' mean (of the batches', where the
-    model is compiled as a whole), None if there is one.
+    over the split. model returns (logits or None, the loss of a batch, or those of its sequences).
+    The standard error is that of the mean of these losses, None if there is one.
     Each process evaluates its share. stop: a StopRequest, checked between batches.
     label: of a progress bar. Raises Stopped.
     """
     model.eval()
-    batches, sampled = [], []  # (targets, in sequences; loss) of each batch, and of each sequence
+    parts = []  # (targets, in sequences; loss) of each batch, or of each sequence
     for starts in tqdm(loader.eval_batches(sequences), label, leave=False,
                        disable=None if label and launched_world().is_main else True):
         if stop:
             stop.raise_if_stopped()
         idx, targets = loader.eval_batch(starts)  # even an empty one: all gather a sharded model
-        with context, sequence_losses(model, targets) as losses:
+        with context:
             _, loss = model(idx, targets)
-        counts = (targets != -1).sum(1) / targets.size(1)
-        batches.append(torch.stack(((targets != -1).sum() / targets.size(1), loss.float())))
-        sampled.append(torch.stack((counts, torch.stack(losses).float()), dim=1) if losses
-                       else batches[-1][None])
+        counts = (targets != -1).sum(1) / targets.size(1)  # (B,)
+        counts = counts if loss.dim() else counts.sum()
+        parts.append(torch.stack((counts, loss.float())).view(2, -1))
     model.train()
-    shares = all_gather((torch.stack(batches).tolist(), torch.cat(sampled).tolist()), gloo_group())
-    (n, losses), (counts, of_each) = (
-        torch.tensor([row for share in parts for row in share], dtype=torch.float64).T
-        for parts in zip(*shares, strict=True))
+    shares = all_gather(torch.cat(parts, dim=1).tolist(), gloo_group())
+    n, losses = torch.cat([torch.tensor(share, dtype=torch.float64) for share in shares], dim=1)
     loss = (n * losses).sum() / n.sum()
-    errors, num = counts * (of_each - loss), int((counts > 0).sum())  # a ratio of two means
-    variance = num / max(1, num - 1) * errors.square().sum() / counts.sum()**2
-    return loss.item(), variance.sqrt().item() if num > 1 else None
+    variance, num = (n * (losses - loss)**2).sum() / n.sum(), int((n > 0).sum())
+    return loss.item(), math.sqrt(variance / (num - 1)) if num > 1 else None
 
 
 def full_model(model, context):

@@ -111,7 +111,7 @@ def test_a_cache_that_model_py_does_not_follow_is_told(kind, monkeypatch):
         return self.numbers[:self.end] == self.columns[:, None]
 
     for name, wrong in (('causal_mask', see_only_itself), ('advance', advance_wrongly)):
-        with monkeypatch.context() as patch, pytest.raises(UserError, match='with a cache'):
+        with monkeypatch.context() as patch, pytest.raises(UserError, match='KV cache'):
             patch.setattr(KVCache, name, wrong)
             check_cache(model)
 

@@ -396,13 +396,25 @@ class HubDataset:
 
 
 @contextmanager
-def explain_hub_errors(name, advice='check the name and the connection, or name a local copy with '
-                                    '--input=FOLDER'):
-    """Turns what the hub's libraries raise, a wide family, into a UserError of one line."""
+def explain_hub_errors(name, local='name a local copy with --input=FOLDER'):
+    """Turns what the hub's libraries raise, a wide family, into a UserError of one line.
+    local: what to do without the hub"""
     try:
         yield
     except UserError:
         raise
     except Exception as e:
         raise UserError(f'{name} cannot be read ({type(e).__name__}: {one_line(e)[:200]}): '
-                        f'{advice}') from None
+                        f'{advise(e)}, or {local}') from None
+
+
+def advise(error):
+    """What to do about an error of the hub's libraries."""
+    cause = error.__cause__ or error
+    status = getattr(getattr(cause, 'response', None), 'status_code', None)
+    if status in (401, 403) or type(error).__name__ == 'DatasetNotFoundError':
+        return 'check the name; if it is private or gated, ask for access on its page and log in ' \
+               'with hf auth login'
+    if status == 404 or isinstance(cause, ValueError | FileNotFoundError):
+        return 'check the name'
+    return 'check the connection and run the same command again'

@@ -31,8 +31,8 @@ def download(name, patterns):
     """Fetch files of OWNER/NAME from the Hugging Face hub (or its cache) → folder. UserError"""
     with needs('huggingface_hub', f'downloading {name}'):
         from huggingface_hub import snapshot_download
-    with explain_hub_errors(name, 'no such folder is here; check the name and connect to the '
-                                  'internet once, or give a folder that holds it'):
+    with explain_hub_errors(f'{name} is not a folder here, and on the hub it',
+                            'give a folder that holds it'):
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
 
 

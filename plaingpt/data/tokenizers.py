@@ -11,10 +11,16 @@ Ids that stand for no text are written as numbers.
     tokenizer.to_json()      all of it as a JSON object, from which from_json makes it again
 """
 
+import hashlib
+import json
+
 import numpy as np
 
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import join_halves
+
+# of {token: id}, as OpenAI's encoder.json and each tokenizer.json of GPT-2 have it, by its keys
+GPT2_VOCAB_SHA256 = '855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2'
 
 
 class Tokenizer:
@@ -208,12 +214,19 @@ def token_bytes(tokenizer):
 
 
 def words_of(description):
-    """The part of a tokenizer's JSON that decides the ids of text, without other files. None for
-    None."""
+    """The part of a tokenizer's JSON that decides the ids of text, without other files; GPT-2's is
+    the same from tiktoken and from a tokenizer.json. None for None."""
     if description is None:
         return None
     base = description.get('base', description)
-    return base['files']['tokenizer.json'] if base.get('kind') == 'foreign' else description
+    if base.get('kind') != 'foreign':
+        return description
+    text = base['files']['tokenizer.json']
+    if base['vocab_size'] == GPT2Tokenizer.vocab_size:
+        vocab = json.dumps(json.loads(text)['model']['vocab'], sort_keys=True)
+        if hashlib.sha256(vocab.encode()).hexdigest() == GPT2_VOCAB_SHA256:
+            return {'kind': 'gpt2'}
+    return text
 
 
 def is_chat(tokenizer):

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+from helpers import SHARED
 
 from model import GPT, GPTConfig
 from plaingpt.inference.pretrained import open_pretrained
@@ -144,4 +145,24 @@ def save_model(folder, kind, vocab_size=512, scale=0.02, **sizes):
         'bos_token_id': None, 'eos_token_id': None, 'pad_token_id': None, **more, **sizes})
     model = getattr(transformers, f'{family}ForCausalLM')(config)
     model.save_pretrained(folder)
+    return model
+
+
+def save_gpt2(folder, **sizes):
+    """A model as OpenAI's are on the hub, with random weights, saved → the GPT2LMHeadModel. It has
+    GPT-2's tokenizer if the files of tiktoken are beside the checkout."""
+    import transformers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    model.save_pretrained(folder)
+    files = sorted((SHARED / 'tiktoken_cache').glob('*'))  # encoder.json, vocab.bpe
+    if files and model.config.vocab_size == 50257:
+        made = Tokenizer(models.BPE.from_file(*map(str, files)))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.post_processor = processors.ByteLevel(trim_offsets=False)
+        made.decoder = decoders.ByteLevel()
+        made.add_special_tokens([AddedToken('<|endoftext|>')])
+        made.save(str(folder / 'tokenizer.json'))
+        (folder / 'tokenizer_config.json').write_text('{"model_max_length": 1024}')
     return model

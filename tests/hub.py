@@ -17,6 +17,7 @@ and an empty cache; `with HUB.emptied():` does the same for a fixture of many te
     hub.gate(name, token)               give its files to those alone who send this token
     hub.fail_after(size, times)         reset the connection when `size` more bytes of files were
                                         sent, and then those of all requests, or of `times` in all
+    hub.failures                        how many connections it reset
     hub.recover()                       answer again
     hub.forget()                        empty the cache of the clients, as on another machine
 
@@ -59,7 +60,7 @@ class Hub:
 
     def _empty(self):
         shutil.rmtree(self.root, ignore_errors=True)
-        self.folders, self.tokens, self.requests = {}, {}, []
+        self.folders, self.tokens, self.requests, self.failures = {}, {}, [], 0
         self.recover()
         self.forget()
 
@@ -182,6 +183,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def reset(self):
         """Close the connection as a machine that dies does."""
+        self.hub.failures += 1
         self.hub.failures_left -= 1
         if self.hub.failures_left <= 0:
             self.hub.recover()

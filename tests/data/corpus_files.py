@@ -15,9 +15,11 @@ def write_rows(path, texts, field='text'):
     path.write_text(''.join(json.dumps({field: text}) + '\n' for text in texts))
 
 
-def write_parquet(path, texts, field='text', **options):
+def write_parquet(path, texts, field='text', columns=None, **options):
+    """columns: {name: values} of more beside the text"""
     path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.table({field: texts}), path, **options)
+    table = pyarrow.table({field: texts, **(columns or {})})
+    pyarrow.parquet.write_table(table, path, **options)
 
 
 def split_bytes(folder, split):

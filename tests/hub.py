@@ -15,8 +15,9 @@ and an empty cache; `with HUB.emptied():` does the same for a fixture of many te
     hub.url, hub.home                   HF_ENDPOINT and HF_HOME
     hub.requests                        ['GET /OWNER/NAME/resolve/…/config.json', …]
     hub.gate(name, token)               give its files to those alone who send this token
-    hub.fail_after(size, times)         reset the connection when `size` more bytes of files were
-                                        sent, and then those of all requests, or of `times` in all
+    hub.fail_after(size, times, within) reset the connection when it sent `size` more bytes of files
+                                        with `within` in their path, and all connections from then
+                                        on, or `times` in all
     hub.failures                        how many connections it reset
     hub.recover()                       answer again
     hub.forget()                        empty the cache of the clients, as on another machine
@@ -95,8 +96,8 @@ class Hub:
     def gate(self, name, token):
         self.tokens[name] = f'Bearer {token}'
 
-    def fail_after(self, size, times=math.inf):
-        self.size_left, self.failures_left = size, times
+    def fail_after(self, size, times=math.inf, within=''):
+        self.size_left, self.failures_left, self.within = size, times, within
 
     def recover(self):
         self.fail_after(math.inf)
@@ -173,9 +174,11 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == 'HEAD':
             return
-        if not is_file or len(body) <= self.hub.size_left:
+        if not is_file or self.hub.within not in self.path:
             self.wfile.write(body)
-            self.hub.size_left -= len(body) if is_file else 0
+        elif len(body) <= self.hub.size_left:
+            self.wfile.write(body)
+            self.hub.size_left -= len(body)
         else:
             self.wfile.write(body[:self.hub.size_left])
             self.hub.size_left = 0

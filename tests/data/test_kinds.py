@@ -24,7 +24,6 @@ from helpers import fails
 import prepare
 from plaingpt.data import documents, encoding
 from plaingpt.data.dataset import open_dataset
-from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import shown
 
 chance = random.Random(0)
@@ -151,18 +150,6 @@ def test_max_tokens_trains_on_exactly_the_first_ones(limit, tmp_path, monkeypatc
     assert contents(tmp_path / 'killed') == contents(tmp_path / 'd')
 
 
-def test_max_tokens_does_not_open_files_that_are_not_needed(tmp_path, monkeypatch):
-    monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**10)
-    for n in range(6):
-        write_parquet(tmp_path / f'hub/train-{n:05}-of-00006.parquet', TEXTS)
-        if n > 3:
-            (tmp_path / f'hub/train-{n:05}-of-00006.parquet').write_bytes(b'this is not Parquet')
-    argv = ['hf', tmp_path / 'hub', '--num_proc=1', '--val_fraction=0.1']
-    prepared(tmp_path / 'd', *argv, '--max_tokens=30_000')
-    with pytest.raises(UserError, match='cannot be read'):
-        prepared(tmp_path / 'all', *argv)
-
-
 def test_numbers_are_read_as_people_write_them():
     for text, number in (
             ('100M', 10**8), ('1.5B', 1_500_000_000), ('1.1b', 1_100_000_000), ('1e8', 10**8),
@@ -188,17 +175,6 @@ def test_splits_of_a_dataset_of_the_hub_are_taken_as_they_are(tmp_path):
                   '--tokenizer=byte', f'--data_dir={tmp_path}/few'])
     assert split_bytes(tmp_path / 'few', 'val') == b'\x001\x002'
     assert len(split_bytes(tmp_path / 'few', 'train')) == 100
-
-
-def test_a_subset_is_one_of_those_that_the_readme_lists(tmp_path):
-    card = '---\nconfigs:\n'
-    for name in ('small', 'large'):
-        write_parquet(tmp_path / f'hub/sample/{name}/000.parquet', [f'{name} {p}' for p in TEXTS])
-        card += f'- config_name: {name}\n  data_files: sample/{name}/*\n'
-    (tmp_path / 'hub/README.md').write_text(card + '---\n')
-    train, val = prepared(tmp_path / 'd', 'fineweb-edu', f'--input={tmp_path}/hub',
-                          '--subset=large', '--val_fraction=0.1')
-    assert sorted(train + val) == sorted(f'large {text}' for text in TEXTS)
 
 
 # -----------------------------------------------------------------------------

@@ -1,0 +1,163 @@
+"""Models of the hub by their names, through each command that takes them; tests/hub.py serves them,
+and the real client fetches them."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from foreign_models import opened, save_gpt2, save_model, save_tokenizer, tokens
+from helpers import ROOT, SHARED, fails, model_of, options, same, same_logits
+
+import evaluate
+import export
+import plaingpt
+import prepare
+import sample
+import train
+from model import GPT, GPTConfig
+from plaingpt.data.dataset import open_dataset
+from plaingpt.data.tokenizers import words_of
+from plaingpt.inference.pretrained import open_pretrained
+from plaingpt.training import checkpoint as checkpoints
+from plaingpt.weights import PRETRAINED
+
+SHORT = options(max_iters=1, batch_size=2, gradient_accumulation_steps=1, block_size=32,
+                eval_iters=1, eval_interval=1, device='cpu', dtype='float32', report=False)
+WRITE = options(num_samples=1, max_new_tokens=5, device='cpu')
+
+
+@pytest.fixture
+def small(hub, monkeypatch):
+    """small(name, **sizes): a small model takes the place of one of OpenAI's → the transformers
+    model."""
+    def put(name, vocab_size=400, **sizes):
+        sizes = {'n_layer': 2, 'n_head': 2, 'n_embd': 16, **sizes}
+        monkeypatch.setitem(PRETRAINED, name, GPTConfig(64, vocab_size, **sizes))
+        return save_gpt2(hub.model(f'openai-community/{name}'), vocab_size=vocab_size,
+                         n_positions=64, **sizes)
+    return put
+
+
+@pytest.fixture
+def gpt2(small, monkeypatch):
+    """A small gpt2 with GPT-2's own tokenizer."""
+    if not (SHARED / 'tiktoken_cache').exists():
+        pytest.skip("tiktoken's files are not there (PLAINGPT_SHARED names their folder)")
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
+    return small('gpt2', vocab_size=50257)
+
+
+def test_each_name_of_openai_opens_as_in_transformers(small):
+    for n_layer, name in enumerate(PRETRAINED, 1):
+        theirs = small(name, n_layer=n_layer)
+        ours = GPT.from_pretrained(name)
+        assert ours.config == PRETRAINED[name]
+        assert same_logits(ours, theirs, tokens(400, 2, 64))
+
+
+@pytest.mark.parametrize('name', ['openai-community/gpt2', pytest.param(
+    'a/qwen', marks=pytest.mark.slow)])
+def test_every_command_takes_a_model_by_its_name(name, hub, small, text_file, capsys):
+    theirs = save_model(hub.model(name), 'qwen', vocab_size=400) if name == 'a/qwen' \
+        else small('gpt2')
+    save_tokenizer(hub.model(name), 'qwen', [text_file.read_text()])
+    prepare.main(['text', str(text_file), f'--tokenizer={name}', '--data_dir=d'])
+    start = f'--init_from={name.removeprefix("openai-community/")}'
+    sample.main([start, '--start=def', '--temperature=0', *WRITE])
+    gpt = plaingpt.load(name, device='cpu')
+    text = gpt.generate('def', max_new_tokens=5, temperature=0)
+    assert f'def{text}' in capsys.readouterr().out
+    export.main([start, '--dest=exported'])
+    evaluate.main([start, '--dataset=./d', '--device=cpu'])
+    train.main([start, '--dataset=./d', *SHORT, '--learning_rate=0', '--min_lr=0',
+                '--block_size=64'])
+    for model in (gpt.model, GPT.from_pretrained(name), GPT.from_pretrained('exported'),
+                  model_of(checkpoints.find('out'))):
+        assert same_logits(model, theirs, tokens(400, 2, 64))
+
+
+def test_tokens_of_the_gpt2_tokenizer_are_those_of_gpt2_on_the_hub(gpt2):
+    description = open_pretrained('gpt2').tokenizer_json()
+    assert description['kind'] == 'foreign' and words_of(description) == {'kind': 'gpt2'}
+    changed = description['files']['tokenizer.json'].replace('"Ġthe"', '"Ġteh"')
+    assert words_of({**description, 'files': {'tokenizer.json': changed}}) == changed
+
+
+@pytest.mark.slow
+def test_gpt2_goes_to_llama_cpp(gpt2):
+    gguf = pytest.importorskip('gguf')
+    export.main(['--init_from=gpt2', '--dest=gpt2.gguf', '--format=gguf'])
+    fields = gguf.GGUFReader('gpt2.gguf').fields
+    assert fields['tokenizer.ggml.pre'].contents() == 'gpt-2'
+    assert len(fields['tokenizer.ggml.tokens'].contents()) == 50257
+
+
+@pytest.mark.slow
+def test_recipes_tune_gpt2_on_what_was_prepared_with_its_tokenizer(gpt2, text_file):
+    prepare.main(['text', str(text_file), '--tokenizer=gpt2', '--data_dir=data/shakespeare'])
+    rows = [{'prompt': f'{i}?', 'completion': 'yes'} for i in range(100)]
+    Path('a.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    prepare.main(['chat', 'a.jsonl', '--tokenizer=gpt2', '--val_fraction=0.2'])
+    for recipe, out_dir in (('finetune_shakespeare', 'out-shakespeare'),
+                            ('finetune_chat', 'out-chat')):
+        train.main([str(ROOT / f'config/{recipe}.py'), *SHORT])
+        sample.main([f'--out_dir={out_dir}', *WRITE])
+    evaluate.main(['--init_from=gpt2', '--dataset=shakespeare', '--device=cpu'])
+    Path('eval_gpt2.py').write_text(  # nanoGPT's
+        "batch_size = 8\neval_iters = 500\neval_only = True\nwandb_log = False\n"
+        "init_from = 'gpt2'\n")
+    train.main(['eval_gpt2.py', '--dataset=shakespeare', '--out_dir=evaluated', *SHORT])
+    assert not list(Path('evaluated').glob('checkpoints/*'))
+
+
+@pytest.mark.slow
+def test_gpt2_itself_opens_as_in_transformers(hub, capsys):
+    theirs = save_gpt2(hub.model('openai-community/gpt2'))
+    ours = GPT.from_pretrained('gpt2')
+    assert ours.num_parameters() == 124_439_808
+    assert same_logits(ours, theirs, tokens(50257, 1, 100))
+    sample.main(['--init_from=gpt2', '--start=def', *WRITE])
+    assert 'gpt2 | 124,439,808 parameters' in capsys.readouterr().out
+
+
+# -----------------------------------------------------------------------------
+# what the hub refuses
+
+
+COMMANDS = {'sample': (sample.main, []), 'export': (export.main, ['--dest=d']),
+            'evaluate': (evaluate.main, ['--tasks=text', f'--data={ROOT}/README.md']),
+            'train': (train.main, [])}
+
+
+@pytest.fixture
+def refused(small, char_data, capsys, monkeypatch):
+    """refused(command, name) has to end in one line and to write nothing → that line. A small gpt2
+    is on the hub."""
+    monkeypatch.setattr(time, 'sleep', lambda seconds: None)  # between attempts
+    small('gpt2', vocab_size=open_dataset(char_data).vocab_size)
+
+    def run(command, name):
+        main, argv = COMMANDS[command]
+        more = [f'--dataset={char_data}', *SHORT] if command == 'train' else []
+        line = fails(capsys, monkeypatch, main, f'--init_from={name}', *argv, *more)
+        assert name in line and not [path for path in Path().rglob('*') if path.is_file()]
+        return line
+    return run
+
+
+@pytest.mark.parametrize('command', COMMANDS)
+def test_a_model_that_the_hub_does_not_give_is_one_line(command, hub, refused):
+    assert 'check the name' in refused(command, 'a/b')
+    hub.gate('openai-community/gpt2', 'of a member')
+    assert 'hf auth login' in refused(command, 'gpt2')
+    hub.fail_after(0)
+    assert 'run the same command again' in refused(command, 'gpt2')
+
+
+def test_a_download_of_weights_that_breaks_off_continues_with_the_same_command(hub, refused):
+    hub.fail_after(1_000, within='model.safetensors')
+    assert 'run the same command again' in refused('sample', 'gpt2')
+    hub.recover()
+    expected = opened(hub.model('openai-community/gpt2'))
+    assert same(GPT.from_pretrained('gpt2').parameters(), expected.parameters())

@@ -53,7 +53,7 @@ class Hub:
     def __init__(self):
         self._temporary = tempfile.TemporaryDirectory(prefix='hub-')  # removed at the end
         self.root, self.home = Path(self._temporary.name, 'repos'), Path(self._temporary.name, 'hf')
-        self._server = ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+        self._server = Server(('127.0.0.1', 0), Handler)
         self._server.hub = self
         self.url = f'http://127.0.0.1:{self._server.server_port}'
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -106,6 +106,13 @@ class Hub:
         shutil.rmtree(self.home, ignore_errors=True)
         if client := sys.modules.get('huggingface_hub'):
             client.HfFileSystem.clear_instance_cache()  # what it knows of folders
+
+
+class Server(ThreadingHTTPServer):
+    def handle_error(self, request, client_address):
+        """A client may close a connection whenever it has read enough."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class Handler(BaseHTTPRequestHandler):

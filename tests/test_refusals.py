@@ -56,7 +56,7 @@ train LINE.py n_layer = lambda: 3           → n_layer= LINE.py, line 1
 train LINE.py raise ValueError('a b')       → LINE.py, line 1: ValueError
 train other/tiny.py                         → config file other/tiny.py: No such file
 
-sample --init_from=gpt2                      → connect to the internet once, or give a folder
+sample --init_from=gpt2                      → gpt2 check the name log in or give a folder
 sample run --start=naïve                    → 'ï'
 sample run --start=                         → start is empty
 sample run --start=FILE:nowhere.txt         → nowhere.txt
@@ -168,7 +168,6 @@ def test_what_cannot_be_done_is_one_line_and_nothing_is_written(
     for name, text in (('text.txt', 'some text'), ('rows.jsonl', '{"prompt": "a"}\n'),
                        ('empty.jsonl', ''), ('LINE.py', code)):
         Path(name).write_text(text)
-    monkeypatch.setenv('HF_HUB_OFFLINE', '1')
     monkeypatch.delenv('PLAINGPT_API_KEY', raising=False)
     before = files(tmp_path)
     command, *argv = shlex.split(line + ('LINE.py' if code else ''))

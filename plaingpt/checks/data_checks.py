@@ -1,4 +1,4 @@
-"""Checks of the batches: are they what the files hold, once each, and is it text?"""
+"""Checks of the data: do batches match the token files, once each, and does it decode to text?"""
 
 from collections import Counter
 from contextlib import closing, suppress
@@ -12,13 +12,12 @@ from plaingpt.system.distributed import all_gather, gloo_group
 from plaingpt.system.errors import UserError
 from plaingpt.training.schedules import get_lr
 
-ROUND_TRIP = 0.95  # share of the ids that must come back; those at the ends may not
-LOOKED_AT = 16  # sequences that are decoded and encoded again
-GONE = 1e-3  # share of the highest learning rate that is too little to learn with
-EPOCH_LOOKS = 2**12  # sequences of an epoch that are checked, at most
+EXCERPTS, EXCERPT_TOKENS = 8, 1024  # of each corpus, which are decoded and encoded again
+MIN_RATE = 1e-3  # share of the peak learning rate that is too little to learn with
+EPOCH_SEQUENCES = 2**12  # sequences of an epoch that are checked, at most
 
 
-def batches_are_of_the_files(run):
+def batches_match_the_files(run):
     """The first micro-batch of steps 0 and 1, as the loop gets them, and of an evaluation."""
     loader = run.train_data
     with closing(loader.train_batches(0)) as batches:
@@ -26,12 +25,12 @@ def batches_are_of_the_files(run):
     for step, batch in enumerate((first, later)):
         starts = loader.sequence_starts(loader.sequence_ids(step, 0))
         if problem := compare_batch(batch, loader, run.dataset.split('train'), starts):
-            return f'the batch of step {step} is not that of the training split: {problem}'
+            return f'the batch of step {step} does not match the training split: {problem}'
     loader = run.val_data
     starts = next(iter(loader.eval_batches(run.progress.eval_sequences)), [])
     if len(starts) and (problem := compare_batch(loader.eval_batch(starts), loader,
                                                  run.dataset.split('val'), starts)):
-        return f'what an evaluation reads is not of the validation split: {problem}'
+        return f'an evaluation batch does not match the validation split: {problem}'
 
 
 def compare_batch(batch, loader, stream, starts):
@@ -42,15 +41,12 @@ def compare_batch(batch, loader, stream, starts):
             tokens = torch.from_numpy(stream.read(first, n))
             here = row, slice(column, column + n - 1)
             if not torch.equal(idx[here], tokens[:-1]):
-                return 'the loader reads another file or another place, or something changes ' \
-                       'what it reads'
+                return 'the loader reads another file or position, or something modifies tokens'
             if ((targets[here] != tokens[1:]) & (targets[here] != -1)).any():
-                return 'the targets are not the next tokens; they should be the inputs shifted ' \
-                       'by one'
+                return 'the targets are not the next tokens, which are the inputs shifted by one'
             if stream.loss_mask is not None and not np.array_equal(
                     targets[here] != -1, stream.loss_mask.read(first, n)[1:] == 1):
-                return 'the targets are not those that the mask marks: the user would be ' \
-                       'learned too, or a part of the assistant would not'
+                return 'the targets are not those that the mask marks: what the assistant says'
 
 
 def of_all(mine):
@@ -59,64 +55,71 @@ def of_all(mine):
     return np.concatenate([array for share in shares for array in share])
 
 
-def epoch_reads_all(run):
+def epoch_reads_every_sequence_once(run):
     return next(filter(None, map(epoch_reads_part, run.train_data.parts)), None)
 
 
 def epoch_reads_part(loader):
-    """The first epoch of a corpus; of a long one EPOCH_LOOKS sequences and the first two steps."""
+    """The first epoch of a corpus; of a long one its ends and the first two steps."""
     n, T = loader.sequences_per_epoch, loader.block_size
     steps = 1 if loader.only_first else 2
     if n < steps * loader.step_size:
-        return None  # so little text has to come again
+        return None  # so little text has to repeat
     ids = of_all([loader.sequence_ids(step, micro)
                   for step in range(steps) for micro in range(loader.micro_steps)])
     if (found := len(np.unique(ids))) < len(ids):
-        return f'the first {steps} steps take {len(ids)} sequences, of which {found} are ' \
-               'different: each step, micro-batch and process needs its own'
-    starts = loader.sequence_starts(np.arange(min(n, EPOCH_LOOKS)))
+        return f'sequences repeat: only {found} of the {len(ids)} in the first {steps} steps ' \
+               'are distinct; each step, micro-batch and process needs its own'
+    half = EPOCH_SEQUENCES // 2
+    starts = loader.sequence_starts(np.unique(np.r_[:min(n, half), max(0, n - half):n]))
     if (found := len(np.unique(starts))) < len(starts):
-        return f'{len(starts) - found} of {len(starts)} sequences of an epoch are there twice: ' \
-               'their order is no permutation'
-    read = n * (T + 1) if n <= EPOCH_LOOKS else int(np.ptp(starts)) + T
+        return f'sequences repeat: {len(starts) - found} of {len(starts)} occur twice in an ' \
+               'epoch; their order is not a permutation'
+    read = n * (T + 1) if n <= EPOCH_SEQUENCES else int(np.ptp(starts)) + T
     tokens = len(loader.stream) - loader.tokens_left_out
     if read < 0.9 * tokens - 2 * T:
-        return f'an epoch reads {read:,} of {tokens:,} tokens'
-    if n > 100 and (np.diff(starts) > 0).all():
-        return 'an epoch reads the text from its beginning to its end: it should read it in a ' \
-               'random order'
+        return f'an epoch reads only {read:,} of {tokens:,} tokens'
 
 
-def evaluation_reads_all(run):
+def sequences_are_shuffled(run):
+    for loader in run.train_data.parts:
+        n = min(EPOCH_SEQUENCES, loader.sequences_per_epoch)
+        if n > 100 and (np.diff(loader.sequence_starts(np.arange(n))) > 0).all():
+            return 'sequences are not shuffled: an epoch reads the text from start to end'
+
+
+def evaluation_reads_every_sequence_once(run):
     for loader in run.val_data.parts:
         starts = of_all(loader.eval_batches(run.progress.eval_sequences))
         wanted, found = min(run.progress.eval_sequences, loader.num_eval_sequences), len(starts)
         if found != wanted or len(np.unique(starts)) != wanted:
-            return f'an evaluation reads {found} sequences, {len(np.unique(starts))} different ' \
-                   f'ones, and should read {wanted}: a batch is dropped, or comes twice'
+            return f'an evaluation reads {found} sequences, {len(np.unique(starts))} of them ' \
+                   f'distinct, instead of {wanted}; a batch is dropped or repeated'
 
 
-def data_is_text(run):
+def tokens_match_the_tokenizer(run):
     """Tokens → text → tokens: those of another tokenizer do not come back."""
     try:
         tokenizer = run.dataset.tokenizer()
-    except UserError as problem:  # it takes a download, and nothing of the run needs it
+    except UserError as problem:  # it needs a download, and nothing else of the run does
         raise NotChecked(str(problem)) from None
     words = getattr(tokenizer, 'base', tokenizer)  # without the tokens that open and end turns
-    batch = run.train_data.train_batch(0, 0)[0][:LOOKED_AT].tolist()
-    rows = [list(part) for row in batch for is_text, part in groupby(
-        row, lambda i: i not in words.controls and i < words.vocab_size) if is_text]
-    # A sequence may begin and end within a character, which is then U+FFFD.
-    texts = [words.decode(row).strip('\ufffd') for row in rows]
-    again = [words.encode(text).tolist() for text in texts]
-    same = sum((Counter(ids) & Counter(row)).total()
-               for ids, row in zip(again, rows, strict=True)) / max(1, sum(map(len, again)))
-    if same < ROUND_TRIP and not run.dataset.meta:
-        raise NotChecked(f'{run.dataset.folder} does not say which tokenizer it has')
-    if same < ROUND_TRIP:
-        return (f'the tokens decode to {texts[0][:80]!r}, and only {same:.0%} of them come back '
-                f'when that is encoded again: {run.dataset.folder} was made with another tokenizer '
-                'than its meta.json has')
+    excerpts = [stream.read(int(start), EXCERPT_TOKENS).tolist()
+                for stream in (loader.stream for loader in run.train_data.parts)
+                for start in np.linspace(0, max(0, len(stream) - EXCERPT_TOKENS), EXCERPTS)]
+    rows = [list(part) for excerpt in excerpts for is_text, part in groupby(
+        excerpt, lambda i: i not in words.controls and i < words.vocab_size) if is_text]
+    texts = [words.decode(row).strip('\ufffd') for row in rows]  # it stands for half a character
+    changed = sum((Counter(row) - Counter(words.encode(text).tolist())).total()
+                  for row, text in zip(rows, texts, strict=True))
+    total = sum(map(len, rows))
+    # An excerpt may begin and end within a word or a character, where some tokens change.
+    if changed > 0.02 * total + 8 * len(excerpts):
+        if not run.dataset.meta:
+            raise NotChecked(f'{run.dataset.folder} does not say which tokenizer it has')
+        return f'{run.dataset.folder} was prepared with another tokenizer than its meta.json ' \
+               f'has: {changed / total:.0%} of its tokens change when they are decoded, as ' \
+               f'{texts[0][:80]!r}, and encoded again'
 
 
 def first_text(run):
@@ -127,10 +130,9 @@ def first_text(run):
     return ''
 
 
-def rate_lasts(run):
-    """The learning rate is not gone long before the end."""
+def learning_rate_lasts(run):
     config = run.config
     rates = [get_lr(int(config.max_iters * share), config) for share in np.linspace(0, 0.9, 100)]
-    if rates[-1] < GONE * max(rates):
-        return 'the learning rate is gone before the last tenth of the run: lr_decay_iters, ' \
-               'warmup_iters and max_iters do not fit each other, or the schedule is wrong'
+    if rates[-1] < MIN_RATE * max(rates):
+        return 'the learning rate is almost 0 before the last tenth of the run; compare ' \
+               'lr_decay_iters with max_iters, or look at the schedule'

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from model import GPT
 from plaingpt.checks.model_checks import (
     NEARLY_SAME,
+    SAME,
     NotChecked,
     largest_change,
     random_tokens,
@@ -44,27 +45,25 @@ def listed(names):
 # the weights
 
 
-def weights_may_move(run):
+def every_parameter_is_trainable(run):
     held = {id(p) for group in run.optimizer.param_groups for p in group['params']}
     for name, p in run.model.named_parameters():
         if p.dtype != torch.float32:
-            return (f'{name} is {p.dtype} instead of float32: most updates are smaller than its '
-                    'rounding; the setting dtype is that of the matmuls alone')
+            return f'{name} is {p.dtype}, not float32: most updates would be rounded away'
         if id(p) not in held or not p.requires_grad:
-            return (f'{name} will not learn: requires_grad is False, or the optimizer does not '
-                    'have it')
+            return f'{name} is not trainable: requires_grad is False, or no optimizer has it'
 
 
-def checkpoints_fit(run):
-    """A checkpoint keeps the parameters. To load it, a GPT of the same config is made."""
+def model_matches_its_config(run):
+    """A checkpoint keeps the parameters. To load it, a GPT is built from its config."""
     with torch.device('meta'):
         loaded = GPT(run.model.config)
     held, wanted = ({name: tuple(p.shape) for name, p in model.named_parameters()}
                     for model in (run.model, loaded))
     differ = [name for name in {**held, **wanted} if held.get(name) != wanted.get(name)]
     if differ:
-        return (f'{listed(differ)}: a checkpoint could not be loaded, because GPT(config) is '
-                'another model: change it in model.py, behind a field of GPTConfig')
+        return (f'a checkpoint could not be loaded, because GPT(config) differs in '
+                f'{listed(differ)}; change it in model.py, behind a field of GPTConfig')
 
 
 # -----------------------------------------------------------------------------
@@ -79,34 +78,35 @@ def evaluate(run, idx, targets):
     return mean_loss(run.model, loader, len(idx), run.context)[0]
 
 
-def loss_is_usual(run):
-    shape = run.model.config
-    tokens = random_tokens(run.model, 4, short(run.model) + 1) % shape.vocab_size
-    loss, expected = evaluate(run, tokens[:, :-1], tokens[:, 1:]), math.log(shape.vocab_size)
-    highest = expected + INITIAL_LOSS + INITIAL_LOSS_PER_CHANNEL * shape.n_embd
-    if not (loss <= highest if run.start.from_scratch else math.isfinite(loss)):
-        return f'the first loss is {loss:.2f}, and a model that knows nothing has ' \
-               f'ln({shape.vocab_size}) = {expected:.2f}: look at the initialisation, and at how ' \
-               'the loss is averaged'
+def initial_loss_is_about_ln_vocab_size(run):
+    config = run.model.config
+    tokens = random_tokens(run.model, 4, short(run.model) + 1) % config.vocab_size
+    loss, expected = evaluate(run, tokens[:, :-1], tokens[:, 1:]), math.log(config.vocab_size)
+    margin = INITIAL_LOSS + INITIAL_LOSS_PER_CHANNEL * config.n_embd
+    if not (abs(loss - expected) <= margin if run.start.from_scratch else math.isfinite(loss)):
+        return f'the initial loss is {loss:.2f} instead of about ln(vocab_size) = ' \
+               f'{expected:.2f}; look at the initialization, and at how the loss is averaged'
 
 
-def loss_is_of_the_logits(run):
-    """Compare the evaluated loss with the cross-entropy of the logits that sampling uses. Only the
-    last token is a target: a loss that is shifted once more loses it."""
-    tokens = random_tokens(run.model, 2, short(run.model) + 1)
-    idx, targets = tokens[:, :-1], torch.full_like(tokens[:, 1:], -1)
-    targets[:, -1] = tokens[:, -1]
-    loss, model = evaluate(run, idx, targets), run.model
-    if not model.training:
-        return 'dropout stays off after an evaluation: model.train() is not called'
+def evaluation_loss_matches_the_logits(run):
+    """Compare the evaluated loss with the cross-entropy of the logits that sampling uses, or with
+    some label smoothing. The only target is the last one, which one shift more would lose."""
+    model, idx = run.model, random_tokens(run.model, 2)
     model.eval()
     with run.context, torch.no_grad():
         logits = model.logits(model.hidden(idx)[:, -1]).float()  # (B, V)
-    expected = cross_entropy(logits, tokens[:, -1]).item()
-    if not abs(loss - expected) <= NEARLY_SAME * abs(expected):
-        return f'the loss is {loss:.4f} in an evaluation, and the cross-entropy of the logits ' \
-               f'that samples are drawn from {expected:.4f}: one of them is shifted or scaled, ' \
-               'or dropout is on because model.eval() is not called'
+    targets = torch.full_like(idx, -1)
+    targets[:, -1] = likeliest = logits.argmax(dim=-1)
+    loss, again = evaluate(run, idx, targets), evaluate(run, idx, targets)
+    if not model.training:
+        return 'dropout stays off after an evaluation; model.train() is not called'
+    if abs(loss - again) > SAME * abs(loss):
+        return 'two evaluations of a batch differ: is dropout on, as model.eval() is not called?'
+    lowest, highest = (cross_entropy(logits, likeliest, label_smoothing=smoothing).item()
+                       for smoothing in (0.0, 0.2))
+    if not lowest * (1 - NEARLY_SAME) <= loss <= highest * (1 + NEARLY_SAME):
+        return f'the evaluation loss is {loss:.4f}, but the cross-entropy of the logits that ' \
+               f'sampling uses is {lowest:.4f}; is one of them shifted or scaled?'
 
 
 # -----------------------------------------------------------------------------
@@ -124,17 +124,16 @@ def gradients_of(model, tokens, micro_steps=1):
     return dict(zip(weights, found, strict=True))
 
 
-def every_weight_learns(run):
+def every_parameter_gets_a_gradient(run):
     """With as many sequences as a batch has, so that each expert of a mixture gets a token."""
     found = gradients_of(run.model, random_tokens(
         run.model, max(2, run.config.batch_size), short(run.model) + 1))
     silent = [name for name, g in found.items() if not g.any() or not g.isfinite().all()]
     if silent:
-        return f'no finite gradient reaches {listed(silent)}: a detach, or an output that is not ' \
-               'used'
+        return f'no finite gradient reaches {listed(silent)}; look for a detach or unused output'
 
 
-def gradient_is_true(run):
+def gradients_match_finite_differences(run):
     """Step along the gradient: the loss must fall as far as the gradient predicts (a central
     difference)."""
     model, tokens = run.model, random_tokens(run.model, 2, short(run.model) + 1)
@@ -154,9 +153,8 @@ def gradient_is_true(run):
         loss_after(0)  # puts the weights back
         if abs(fall - predicted) <= GRADIENT_ERROR * predicted:
             return None
-    return (f'a step along the gradient should lower the loss by {predicted:.3g}, and lowers it '
-            f'by {fall:.3g}: a detach in a branch, or a backward pass of your own that is not the '
-            'derivative of its forward pass')
+    return f'gradients do not match finite differences: a step lowers the loss by {fall:.3g} ' \
+           f'instead of {predicted:.3g}; look for a detach, or a wrong custom backward pass'
 
 
 # -----------------------------------------------------------------------------
@@ -175,25 +173,24 @@ def step_follows_the_gradient(run, forward_backward, update):
     for name, p in model.named_parameters():
         found = torch.zeros_like(p) if p.grad is None else p.grad
         if largest_change(found, gradients[name]) > NEARLY_SAME:
-            return f'the gradient of {name} is not that of the mean loss of two micro-batches'
+            return f'the gradient of {name} after two micro-batches is not that of their mean loss'
     guard = StepGuard(None, None, run.device)
     update(model, run.optimizer, scaler, run.config.grad_clip, guard, 0, loss)
     if any(p.grad is not None and p.grad.any() for p in model.parameters()):
-        return 'gradients are left when a step has ended, and add to those of the next: ' \
-               'zero_grad is not called'
+        return 'gradients remain after a step: zero_grad is not called'
     if not sum(float(((p.detach() - before[name]) * gradients[name]).sum())
                for name, p in model.named_parameters()) < 0:
-        return 'a step moves no weight, or moves the weights up the gradient'
+        return 'a step does not follow the gradient: the weights stay, or move uphill'
 
 
-def checkpoints_come_back(run):
+def checkpoint_round_trip_works(run):
     """Save the small model after its step, and load it: all must be the same."""
     torch.manual_seed(1)  # weights that are not loaded, but drawn again, differ
     with TemporaryDirectory() as folder:
         saver = Saver(folder)
         saver.save(run.model, run.optimizer, SMALL_STATE, rng_state(torch.device('cpu')))
         if saver.failed:
-            raise NotChecked(f'{folder} cannot be written')
+            raise NotChecked(f'cannot write to {folder}')
         try:
             found = open_checkpoint(next(Path(folder, 'checkpoints').iterdir()))
             loaded = GPT(found.config).to(run.device)
@@ -201,8 +198,7 @@ def checkpoints_come_back(run):
             again = build_optimizer(loaded, run.config)
             found.load_optimizer(again, loaded)
         except UserError as problem:
-            return f'a small model that is saved cannot be loaded ({problem}): are modules ' \
-                   'shared, or parameters made in another way than by GPT(config)?'
+            return f'a saved model cannot be loaded: {problem}'
     with torch.no_grad():
         before, after = ({'its logits': gpt.eval()(random_tokens(gpt, 2))[0], **gpt.state_dict(),
                           **optimizer_tensors(optimizer, gpt)} for gpt, optimizer in
@@ -210,5 +206,5 @@ def checkpoints_come_back(run):
     lost = [name for name in before if name not in after
             or not torch.equal(before[name], after[name])]
     if lost:
-        return f'a small model that is saved and loaded differs in {listed(lost)}: it may be no ' \
-               'parameter, not in the state of the optimizer, or a weight that is no longer tied'
+        return f'a saved model differs after loading in {listed(lost)}; it is not a parameter, ' \
+               'not in the optimizer state, or a weight that is no longer tied'

@@ -1,4 +1,4 @@
-"""Checks of what a token sees: change tokens, and compare the output at other positions.
+"""Checks of what outputs and the loss depend on: change tokens or targets, and compare.
 
 The comparisons hold on any device: the same shapes take the same kernels, so equal numbers stay
 equal.
@@ -21,14 +21,14 @@ NEARLY_SAME = 3e-3  # where the same sums are taken in another order, or in anot
 
 
 class NotChecked(Exception):
-    """A check that cannot be made here. The message says why."""
+    """Raised by a check that is not possible here. The message says why."""
 
 
-def small_model(shape):
+def small_model(config):
     """→ a GPT with the flags of a GPTConfig, in which each weight counts. A weight that begins at
     or near zero would hide the mistakes in what it multiplies."""
     torch.manual_seed(0)
-    model = GPT(replace(shape, n_layer=min(2, shape.n_layer), n_embd=16 * shape.n_head,
+    model = GPT(replace(config, n_layer=min(2, config.n_layer), n_embd=16 * config.n_head,
                         vocab_size=TOKENS + 1, document_start=OPENER))
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -72,49 +72,62 @@ def effect(run, idx, changed, seen):
     return largest_change(*found)
 
 
-def future_is_hidden(run):
-    return reads_ahead(run) or reads_targets(run.model)
-
-
-def reads_ahead(run):
+def attention_is_causal(run):
     T = run.model.config.block_size
     for t in (T // 2, T - 1):
         if effect(run, random_tokens(run.model, 1, T), np.s_[:, t:], np.s_[:, :t]) > SAME:
-            return f'positions 0 to {t - 1} change with the tokens from {t} on: ' \
-                   'attention without a causal mask, or a layer that mixes in later tokens'
+            return f'attention is not causal: changing tokens {t}… changed the outputs at ' \
+                   f'0–{t - 1}; look for a missing mask, or a layer that mixes in later tokens'
 
 
-def reads_targets(model):
+def targets_are_not_read(run):
     """Rows of the head that belong to no target have the same gradient for any targets. Gradients
     show the input of the head, even if forward() returns no logits beside the loss."""
-    idx = random_tokens(model, 2)
-    for training in (True, False):
-        model.train(training)
+    model, idx = run.model, random_tokens(run.model, 2)
+    for mode in ('training', 'evaluations'):
+        model.train(mode == 'training')
         found = []
-        for target in (0, 1):
+        for target in (TOKENS // 2, TOKENS // 2 + 1):
             torch.manual_seed(0)
             _, loss = model(idx, torch.full_like(idx, target))
             found.append(torch.autograd.grad(loss, model.lm_head.weight)[0])
         if largest_change(*(gradient[OPENER:] for gradient in found)) > SAME:
-            when = 'training' if training else 'evaluations'
-            return f'the input of the head changes with the targets in {when}'
+            return f'the model reads its targets: they change the input of the head in {mode}'
 
 
-def texts_are_apart(run):
+def every_target_counts(run):
+    """Two rows get the same input of the head, and different targets. Its gradient must differ
+    between them at each position, and be 0 in neither."""
+    model, T = copy.copy(run.model), run.model.config.block_size
+    idx = random_tokens(model, 2, T)
+    targets = torch.tensor([[TOKENS // 2], [TOKENS // 2 + 1]], device=idx.device).expand(2, T)
+    x = torch.randn(1, T, model.config.n_embd, device=idx.device).repeat(2, 1, 1).requires_grad_()
+    model.hidden = lambda *args: x
+    for mode in ('training', 'evaluations'):
+        _, loss = model.train(mode == 'training')(idx, targets)
+        gradient, = torch.autograd.grad(loss, x, allow_unused=True)
+        if gradient is None:
+            raise NotChecked('forward() does not use hidden()')
+        effects = torch.stack((*gradient, gradient[0] - gradient[1])).abs().amax(dim=-1)  # (3, T)
+        if ignored := int((effects.amin(dim=0) <= SAME * effects.max()).sum()):
+            return f'the loss ignores the targets at {ignored} of {T} positions in {mode}'
+
+
+def sequences_are_independent(run):
     """With as many sequences as a batch has, in case something depends on their number."""
     idx = random_tokens(run.model, max(2, run.config.batch_size))
     if effect(run, idx, np.s_[::2], np.s_[1::2]) > SAME:
-        return 'the output for a sequence changes with another sequence of the batch: a view, ' \
-               'transpose or mean over the wrong dimension'
+        return 'sequences are not independent: the output for one changes with another of the ' \
+               'batch; look for a view, transpose or mean over the wrong dimension'
     t = idx.size(1) // 2
     idx[:, t] = OPENER
     if run.model.config.document_attention \
             and effect(run, idx, np.s_[:, :t], np.s_[:, t:]) > SAME:
-        return 'the output for a document changes with the document before it: attention or ' \
-               'another layer ignores document_attention'
+        return 'documents are not independent: the output for one changes with the document ' \
+               'before it; attention or another layer ignores document_attention'
 
 
-def order_matters(run):
+def token_order_matters(run):
     """Reverse the first half of sequences: the second half must change. Only the first block is
     checked, because in later blocks the causal mask reveals a little of the order."""
     model, idx = run.model, random_tokens(run.model, 2)
@@ -126,17 +139,15 @@ def order_matters(run):
     if first >= idx.size(1) or t < 2:
         raise NotChecked(f'sequences of {idx.size(1)} are too short')
     if largest_change(*seen.streams[1][:, first:].chunk(2)) <= SAME:
-        return 'the output of the first block stays the same when earlier tokens change places: ' \
-               'positions are not added, rotary does not reach queries and keys, or attention ' \
-               'sees too little'
+        return 'token order does not matter to the first block: positions are not added, rotary ' \
+               'is not applied to queries and keys, or attention sees too little'
 
 
-def blocks_pass_on(run):
-    """Blocks whose attention and MLP add nothing must pass their input on."""
+def blocks_are_residual(run):
+    """Blocks whose attention and MLP add nothing must pass on their input."""
     silent = copy.deepcopy(run.model)
     for name, p in silent.transformer.h.named_parameters():
         if '.c_proj.' in name:  # which ends a branch
             torch.nn.init.zeros_(p)
     if effect(replace(run, model=silent), random_tokens(silent, 1), np.s_[:], np.s_[:]) <= SAME:
-        return 'blocks whose attention and MLP add nothing lose their input: a residual ' \
-               'connection is missing, as in x = attn(x) for x = x + attn(x)'
+        return 'a residual connection is missing, as in x = attn(x) instead of x = x + attn(x)'

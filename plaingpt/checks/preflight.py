@@ -1,12 +1,13 @@
 """Preflight: before the first step, is what is about to train still sound?
 
-People change this code. A mistake that raises no error shows here in a second, and otherwise after
-hours, or never. A new check is a function and its entry in a table below: train.Run → None,
-or in a line what it found and what that usually means. All processes make all checks together.
+People change this code. A mistake that raises no error is found here in a second, otherwise after
+hours, or never. A new check is a function and its entry in a table below: train.Run → None, or one
+line that says what is wrong and what that usually means. All processes run all checks together.
 """
 
 import time
 from dataclasses import replace
+from difflib import get_close_matches
 
 import torch
 
@@ -18,33 +19,29 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import one_line
 from plaingpt.training.optimizers import build_optimizer
 
-# What must hold → the check.
-BEFORE = {  # settings, data and weights as they are
-    'every weight may move': learning_checks.weights_may_move,
-    'a checkpoint has every weight': learning_checks.checkpoints_fit,
-    'batches are what the files hold': data_checks.batches_are_of_the_files,
-    'an epoch reads every sequence once': data_checks.epoch_reads_all,
-    'an evaluation reads every sequence once': data_checks.evaluation_reads_all,
-    'the data is text': data_checks.data_is_text,
-    'the learning rate lasts': data_checks.rate_lasts,
-    'the first loss is usual': learning_checks.loss_is_usual}
-LATER = {'the future is hidden': model_checks.future_is_hidden}  # also when a run continues
-INSIDE = {  # the code, with a small network that has the run's flags
-    **LATER,
-    'sequences and documents are apart': model_checks.texts_are_apart,
-    'the order of tokens matters': model_checks.order_matters,
-    'each block passes its input on': model_checks.blocks_pass_on,
-    'every weight gets a gradient': learning_checks.every_weight_learns,
-    'the gradient is true': learning_checks.gradient_is_true,
-    'the loss is that of the logits': learning_checks.loss_is_of_the_logits,
-    'a saved model comes back': learning_checks.checkpoints_come_back}
+# A check is named after the property that holds; --skip_checks takes these names.
+BEFORE = (  # settings, data and weights as they are
+    learning_checks.every_parameter_is_trainable, learning_checks.model_matches_its_config,
+    data_checks.batches_match_the_files, data_checks.sequences_are_shuffled,
+    data_checks.epoch_reads_every_sequence_once,
+    data_checks.evaluation_reads_every_sequence_once,
+    data_checks.tokens_match_the_tokenizer, data_checks.learning_rate_lasts,
+    learning_checks.initial_loss_is_about_ln_vocab_size)
+LATER = model_checks.attention_is_causal, model_checks.targets_are_not_read  # also when resumed
+INSIDE = (  # the code, with a small network that has the run's flags
+    *LATER, model_checks.every_target_counts, model_checks.sequences_are_independent,
+    model_checks.token_order_matters, model_checks.blocks_are_residual,
+    learning_checks.every_parameter_gets_a_gradient,
+    learning_checks.gradients_match_finite_differences,
+    learning_checks.evaluation_loss_matches_the_logits,
+    learning_checks.checkpoint_round_trip_works)
 
 
 @exact_matmul()  # the rounding of TF32 would hide mistakes
 def preflight(run, forward_backward, update):
-    """Check a run that is about to begin, on all processes, and say what came of it in a line; with
-    check=True a line for each check. The run is left as it was. Where a run continues or only
-    evaluates, the one check is that the future is hidden.
+    """Check a run that is about to begin, on all processes, and print the result in a line; with
+    check=True a line per check. The run is left as it was. If it is resumed, or only evaluates,
+    it makes the checks of LATER alone.
 
     run: train.Run; the two functions make its steps: train.py's
     Raises UserError with a line for each check that fails."""
@@ -52,19 +49,26 @@ def preflight(run, forward_backward, update):
     if not config.check:
         return
     brief = config.check is not True and bool(run.start.resumed or config.eval_only)
-    inside = LATER if brief else {
-        'a step follows the gradient': lambda run: learning_checks.step_follows_the_gradient(
-            run, forward_backward, update), **INSIDE}
+
+    def step_follows_the_gradient(run):
+        return learning_checks.step_follows_the_gradient(run, forward_backward, update)
+
+    inside = step_follows_the_gradient, *INSIDE
+    skipped = config.skip_checks.split(',') if config.skip_checks else []
+    names = [check.__name__ for check in (*BEFORE, *inside)]
+    for name in set(skipped) - set(names):
+        nearest = get_close_matches(name, names, n=1) or names
+        raise UserError(f'skip_checks={name}: there is no such check; use {", ".join(nearest)}')
     with torch.random.fork_rng([run.device] if run.device.type == 'cuda' else []):
-        found = {} if brief else make(BEFORE, run)
+        found = {} if brief else make(BEFORE, run, skipped)
         if not any(found.values()):  # else what is inside would say the same once more
-            found |= make(inside, with_small_model(run))
+            found |= make(LATER if brief else inside, with_small_model(run), skipped)
     if run.device.type == 'cuda':
         torch.cuda.reset_peak_memory_stats(run.device)  # what is logged is the run's
-    lines = [f'preflight: {what}: no, {problem}' for what, problem in found.items() if problem]
-    if lines:
-        raise UserError('\n'.join([*lines, 'nothing was trained: fix this, or give --check=False '
-                                   'if it is intended']))
+    if failed := [name for name, problem in found.items() if problem]:
+        raise UserError('\n'.join([
+            *(f'preflight: {found[name]}' for name in failed), 'nothing was trained: fix this, or '
+            f'if it is intended, add --skip_checks={",".join(skipped + failed)}']))
     if not brief:
         print0(f'preflight: {len(found)} checks passed in {time.perf_counter() - began:.2f} s'
                f'{data_checks.first_text(run)}')
@@ -74,27 +78,31 @@ def with_small_model(run):
     """→ the run with a small model, and with an optimizer that moves each weight a little"""
     config = replace(run.config, learning_rate=1e-3, weight_decay=0.0)
     model = model_checks.small_model(run.model.config).to(run.device)
-    model.loss_chunk_tokens = run.model.loss_chunk_tokens
+    if run.model.loss_chunk_tokens:
+        model.loss_chunk_tokens = model.config.block_size // 2 + 1  # so few that there are several
     model.activation_checkpointing = config.activation_checkpointing
     return replace(run, config=config, model=model, optimizer=build_optimizer(model, config))
 
 
-def make(checks, run):
-    """→ {what is checked: what does not hold, or None}, the same on all processes."""
+def make(checks, run, skipped):
+    """→ {name of a check: what is wrong, or None}, the same on all processes."""
     found = {}
-    for what, check in checks.items():
-        skipped = problem = None
+    for check in checks:
+        name, not_checked, problem = check.__name__, None, None
+        if name in skipped:
+            continue
         try:
             problem = check(run)
         except (NotChecked, OSError, torch.OutOfMemoryError) as reason:
-            skipped = f'not checked: {what} ({one_line(reason)})'
-        except Exception:  # raised by the code that is checked: earlier findings tell more
+            not_checked = f'not checked: {name} ({one_line(reason)})'
+        except Exception as error:  # raised by the code that is checked: earlier findings tell more
             if not any(found.values()):
+                error.add_note(f'in a check of the preflight: --skip_checks={name} leaves it out')
                 raise
             break
         problem = next(filter(None, all_gather(problem, gloo_group())), None)
-        if problem or not skipped:
-            found[what] = problem
+        if problem or not not_checked:
+            found[name] = problem
         if run.config.check is True:
-            print0(skipped or f'{"FAILED" if problem else "ok    "} {what}')
+            print0(not_checked or f'{"FAILED" if problem else "ok    "} {name}')
     return found

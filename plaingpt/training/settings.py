@@ -28,7 +28,7 @@ WITHOUT_EFFECT = {
     'out_dir', 'eval_interval', 'eval_iters', 'eval_only', 'eval_tasks', 'eval_tasks_limit',
     'log_interval', 'checkpoint', 'checkpoint_interval',
     'always_save_checkpoint', 'log_to', 'wandb_log', 'wandb_project', 'wandb_run_name', 'film',
-    'report', 'patience', 'check', 'dataset', 'vocab_size', 'batch_size',
+    'report', 'patience', 'check', 'skip_checks', 'dataset', 'vocab_size', 'batch_size',
     'gradient_accumulation_steps', 'total_batch_size', 'minutes', 'seed', 'device', 'dtype',
     'compile', 'activation_checkpointing', 'backend', 'parallel'}
 
@@ -52,6 +52,7 @@ class TrainConfig(GPTConfig):
     checkpoint_interval: Literal['auto'] | Positive = 'auto'  # iterations; auto: at evaluations
     patience: Natural = 0  # stop after this many evaluations without a new best; 0: never
     check: Literal['auto', 'overfit'] | bool = 'auto'  # before a new run; True: then exit
+    skip_checks: str = ''  # checks to leave out, such as attention_is_causal,sequences_are_shuffled
     # data
     dataset: str = 'openwebtext'  # in data/, or a path; several: code:0.3,prose:0.7
     batch_size: Literal['auto'] | Positive = 12  # sequences of a micro-batch; auto: as many as fit

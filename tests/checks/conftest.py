@@ -37,6 +37,16 @@ def failed(char_data, tmp_path, monkeypatch, capsys):
 
 
 @pytest.fixture
+def fails_with():
+    """fails_with(word, …) → the error of a command train.py with these words."""
+    def fails_with(*words):
+        with pytest.raises(UserError) as problem:
+            train.main([*words])
+        return str(problem.value)
+    return fails_with
+
+
+@pytest.fixture
 def patch(monkeypatch):
     """patch(owner, name, change): owner.name becomes change(what it was) until the test ends."""
     return lambda owner, name, change: monkeypatch.setattr(

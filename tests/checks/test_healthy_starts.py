@@ -2,6 +2,8 @@
 """
 
 import itertools
+import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from helpers import ask, options, write_chat
 import prepare
 import train
 from model import GPT, GPTConfig
+from plaingpt.checks.data_checks import tokens_match_the_tokenizer
+from plaingpt.data.dataset import open_dataset
 from plaingpt.data.tokenizers import ByteTokenizer
 
 SHAPE = dict(n_layer=2, n_head=2, n_embd=32, block_size=32)
@@ -51,6 +55,22 @@ def bases(texts, chat_model, tmp_path_factory):
          folder / 'random')
     return {**{name: folder / name for name in ('tiny', 'fast', 'overfit', 'random')},
             'tuned': chat_model}
+
+
+def test_random_letters_of_any_script_match_the_tokenizer_that_made_them(tmp_path):
+    letters = random.Random(0)
+    scripts = {'thai': (0xe01, 0xe2e), 'chinese': (0x4e00, 0x9fa5), 'hebrew': (0x5d0, 0x5ea),
+               'emoji': (0x1f300, 0x1f64f), 'latin-1': (0, 255), 'letters': (97, 122)}
+    for script, (first, last) in scripts.items():
+        for tokenizer in ('bpe:300', 'bpe:4096'):
+            text = ''.join(chr(letters.randint(first, last)) for _ in range(20_000))
+            (tmp_path / 'text.txt').write_text(text, encoding='utf-8')
+            folder = tmp_path / script / tokenizer
+            prepare.main(['text', f'--input={tmp_path}/text.txt', f'--tokenizer={tokenizer}',
+                          f'--data_dir={folder}'])
+            data = open_dataset(folder)
+            run = SimpleNamespace(dataset=data, train_data=data.loader('train', 32, 4))
+            assert tokens_match_the_tokenizer(run) is None, (script, tokenizer)
 
 
 @pytest.mark.parametrize('every', [False, pytest.param(True, marks=pytest.mark.slow)])

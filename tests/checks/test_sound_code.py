@@ -122,12 +122,71 @@ def loss_beside_the_loss(patch):
     patch(model.GPT, 'forward', change)
 
 
+def other_loss(loss_of, when=lambda gpt: True):
+    """Where when(model), the loss is loss_of(model, hidden states, targets)."""
+    def change(original):
+        def forward(self, idx, targets=None):
+            if targets is None or not when(self):
+                return original(self, idx, targets)
+            return None, loss_of(self, self.hidden(idx), targets)
+        return forward
+    return lambda patch: patch(model.GPT, 'forward', change)
+
+
+def in_training(gpt):
+    return gpt.training
+
+
+def token_losses(gpt, x, targets, **how):
+    losses = F.cross_entropy(gpt.logits(x).mT, targets, ignore_index=-1, reduction='none', **how)
+    return losses  # (B, T)
+
+
+def mean_over_targets(losses, targets):
+    return losses.sum() / (targets != -1).sum()
+
+
+label_smoothing = other_loss(lambda gpt, x, targets: mean_over_targets(
+    token_losses(gpt, x, targets, label_smoothing=0.1), targets))
+z_loss = other_loss(lambda gpt, x, targets: mean_over_targets(
+    token_losses(gpt, x, targets) + 1e-4 * gpt.logits(x).logsumexp(dim=-1).square(), targets),
+    in_training)
+
+
+def weighted_by_position(gpt, x, targets):
+    weights = torch.linspace(0.1, 1.0, x.size(1)) * (targets != -1)
+    return (token_losses(gpt, x, targets) * weights).sum() / weights.sum()
+
+
+def without_a_token(gpt, x, targets):
+    targets = targets.masked_fill(targets == 0, -1)
+    return mean_over_targets(token_losses(gpt, x, targets), targets)
+
+
+def of_two_next_tokens(gpt, x, targets):
+    second = F.pad(targets[:, 1:], (0, 1), value=-1)
+    return mean_over_targets(token_losses(gpt, x, targets), targets) \
+        + 0.3 * mean_over_targets(token_losses(gpt, gpt.ahead(x), second), second)
+
+
+def multi_token_prediction(patch):
+    def with_layer(init):
+        def __init__(self, config):
+            init(self, config)
+            self.ahead = nn.Linear(config.n_embd, config.n_embd)
+        return __init__
+    patch(model.GPT, '__init__', with_layer)
+    other_loss(of_two_next_tokens, in_training)(patch)
+
+
 GPT2, NEWER = {}, dict(rotary=True, rmsnorm=True, tied_head=False)
 
 
 @pytest.mark.parametrize('change, flags', [
     (sliding_window, NEWER), (norm_after_each_branch, GPT2), (gates_that_begin_at_zero, NEWER),
-    (mixture_of_experts, GPT2), (loss_beside_the_loss, NEWER)])
+    (mixture_of_experts, GPT2), (loss_beside_the_loss, NEWER),
+    (label_smoothing, GPT2), (z_loss, NEWER), (other_loss(weighted_by_position), GPT2),
+    (other_loss(without_a_token), GPT2), (multi_token_prediction, GPT2)])
 def test_a_sound_change_of_the_model_raises_no_alarm(change, flags, patch, failed):
     change(patch)
     assert failed(block_size=32, batch_size=16, **flags) == []

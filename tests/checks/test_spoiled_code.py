@@ -1,6 +1,7 @@
 """Code, data and weights that are spoiled on purpose: which check of the preflight says so."""
 
 import json
+import re
 from functools import partial
 
 import numpy as np
@@ -14,6 +15,7 @@ import evaluate
 import model
 import prepare
 import train
+from plaingpt.checks import model_checks
 from plaingpt.data import batches
 from plaingpt.data.batches import BatchLoader
 from plaingpt.system.errors import UserError
@@ -126,39 +128,62 @@ def epoch_of_little_text(init):
     return __init__
 
 
+def loss_of(counts, when=lambda gpt: True, rows=None):
+    """Where when(model), only targets at the positions counts(T) of the first `rows` count."""
+    def change(original):
+        def forward(self, idx, targets=None):
+            if targets is not None and when(self):
+                counted = torch.zeros_like(targets, dtype=torch.bool)
+                counted[:rows, counts(targets.size(1))] = True
+                targets = targets.masked_fill(~counted, -1)
+            return original(self, idx, targets)
+        return forward
+    return replaced(model.GPT, 'forward', change)
+
+
+def loss_of_the_first_chunk(original):
+    def loss(x, weight, vocab_size, targets, chunk):
+        size = model.chunk_size(chunk, targets.numel(), vocab_size, 'cpu')
+        counted = targets.flatten().where(torch.arange(targets.numel()) < size, -1)
+        return original(x, weight, vocab_size, counted, chunk)
+    return loss
+
+
 not_shifted = other_batches(lambda idx, targets: (idx, idx.clone()))
 not_causal = attention_with_mask(lambda T: None)
+in_order = replaced(batches, 'permute', lambda _: lambda indices, n, k: indices)
 
 # The check that fails → [(what is broken, what breaks it, settings of the run)]
 SPOILED = {
-    'the future is hidden': [
+    'attention_is_causal': [
         ('attention is not causal', not_causal, {}),
         ('the mask lets one later token through', attention_with_mask(
             lambda T: torch.ones(T, T, dtype=torch.bool).tril(1)), {'n_layer': 1}),
         ('the future leaks late in the sequence', attention_with_mask(
             lambda T: torch.ones(T, T, dtype=torch.bool).tril()
-            | (torch.arange(T) >= 40)[:, None]), {'block_size': 64}),
+            | (torch.arange(T) >= 40)[:, None]), {'block_size': 64})],
+    'targets_are_not_read': [
         ('targets are read', reading_targets(lambda gpt: True), {}),
         ('targets are read in evaluations', reading_targets(lambda gpt: not gpt.training),
          {'tied_head': False, 'zero_init': True}),
         ('targets are read in training', reading_targets(lambda gpt: gpt.training),
          {'tied_head': False})],
-    'the order of tokens matters': [
+    'token_order_matters': [
         ('the mask leaves each token alone', attention_with_mask(
             lambda T: torch.eye(T, dtype=torch.bool)), {}),
         ('rotary is not applied', replaced(
             model, 'rotate', lambda _: lambda x, cos, sin: x), {'rotary': True})],
-    'the first loss is usual': [
+    'initial_loss_is_about_ln_vocab_size': [
         ('softmax over nothing', replaced(
             F, 'scaled_dot_product_attention', lambda _: softmax_over_nothing), {}),
-        ('initialised ten times too large', other_weights(
+        ('initialized ten times too large', other_weights(
             lambda gpt: [p.mul_(10) for p in gpt.parameters() if p.dim() == 2]),
          {'n_embd': 128})],
-    'each block passes its input on': [
+    'blocks_are_residual': [
         ('a residual connection is missing', replaced(
             model.Block, 'forward', lambda _: lambda self, x, *rest:
             self.mlp(self.ln_2(x + self.attn(self.ln_1(x), *rest)))), {})],
-    'sequences and documents are apart': [
+    'sequences_are_independent': [
         ('rows share a norm', replaced(
             model.MLP, 'forward', lambda forward: lambda self, x:
             forward(self, x - x.mean(dim=0))), {}),
@@ -168,15 +193,15 @@ SPOILED = {
         ('documents leak', replaced(
             model, 'find_documents', lambda find: lambda idx, opener: find(idx, -1)),
          {'document_attention': True})],
-    'every weight gets a gradient': [
+    'every_parameter_gets_a_gradient': [
         ('detached before each MLP', replaced(
             model.Block, 'forward', lambda _: detached_before_each_mlp), {})],
-    'the gradient is true': [
+    'gradients_match_finite_differences': [
         ('a branch is detached', replaced(model.Block, 'forward', lambda _: branch_detached), {}),
         ('a backward pass is wrong', replaced(
             model, 'ACTIVATIONS', lambda table: {**table, 'relu2': WrongBackwardPass.apply}),
          {'mlp': 'relu2', 'n_embd': 64})],
-    'the loss is that of the logits': [
+    'evaluation_loss_matches_the_logits': [
         ('the loss is shifted twice', replaced(
             model.GPT, 'forward', lambda forward: lambda self, idx, targets=None: forward(
                 self, idx, targets if targets is None else F.pad(targets[:, 1:], (0, 1), value=-1)
@@ -188,24 +213,24 @@ SPOILED = {
         ('eval mode is kept', replaced(
             model.GPT, 'train', lambda _: lambda self, mode=True:
             nn.Module.train(self, mode and self.training)), {'dropout': 0.2})],
-    'every weight may move': [
+    'every_parameter_is_trainable': [
         ('weights are in float16', other_weights(lambda gpt: gpt.half()), {}),
         ('frozen', after_building(lambda gpt: gpt.transformer.h[1].requires_grad_(False)), {}),
         ('the optimizer has no embedding', replaced(
             optimizers, 'parameter_groups', lambda groups_of: lambda *arguments: {
                 name: group for name, group in groups_of(*arguments).items()
                 if name != 'embedding'}), {'tied_head': False})],
-    'a checkpoint has every weight': [
+    'model_matches_its_config': [
         ('a layer is beside the class', after_building(
             lambda gpt: setattr(gpt.transformer.h[0], 'mlp', nn.Sequential(
                 nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)))), {})],
-    'a saved model comes back': [
+    'checkpoint_round_trip_works': [
         ('a weight is no parameter', weight_that_is_no_parameter, {}),
         ('the tied head is lost on load', replaced(
             checkpoint.Checkpoint, 'load_into', tied_head_lost_on_load), {}),
         ('momentum is lost on load', replaced(
             checkpoint.Checkpoint, 'load_optimizer', lambda _: lambda *_: None), {})],
-    'an epoch reads every sequence once': [
+    'epoch_reads_every_sequence_once': [
         ('the same batch each step', replaced(
             BatchLoader, 'sequence_ids', lambda ids: lambda self, step, micro:
             ids(self, 0, micro)), {}),
@@ -214,10 +239,21 @@ SPOILED = {
             ids(self, step, 0)), {}),
         ('the order is no permutation', replaced(
             batches, 'permute', lambda _: lambda indices, n, k: indices // 2), {}),
-        ('text in its order', replaced(
-            batches, 'permute', lambda _: lambda indices, n, k: indices), {}),
         ('an epoch of little text', replaced(BatchLoader, '__init__', epoch_of_little_text), {})],
-    'batches are what the files hold': [
+    'sequences_are_shuffled': [('text in its order', in_order, {})],
+    'every_target_counts': [
+        ('the loss is that of the last token', loss_of(lambda T: torch.arange(T) == T - 1), {}),
+        ('every fourth target', loss_of(lambda T: torch.arange(T) % 4 == 0), {}),
+        ('the first half, in training', loss_of(
+            lambda T: torch.arange(T) < T // 2, lambda gpt: gpt.training), {'block_size': 64}),
+        ('all but the first, in evaluations', loss_of(
+            lambda T: torch.arange(T) > 0, lambda gpt: not gpt.training), {}),
+        ('targets at random', loss_of(lambda T: torch.rand(T) < 0.5), {}),
+        ('the first 32 targets', loss_of(lambda T: torch.arange(T) < 32), {'block_size': 64}),
+        ('the first sequence', loss_of(lambda T: slice(None), lambda gpt: True, rows=1), {}),
+        ('all but the first chunk are dropped', replaced(
+            model, 'chunked_cross_entropy', loss_of_the_first_chunk), {})],
+    'batches_match_the_files': [
         ('sequences at random', replaced(
             BatchLoader, 'sequence_ids', lambda _: lambda self, step, micro:
             np.random.default_rng().integers(0, self.sequences_per_epoch, self.batch_size)), {}),
@@ -230,14 +266,14 @@ SPOILED = {
             train, 'open_batches', lambda opened: lambda *arguments: opened(*arguments)[::-1]), {}),
         ('validation is training text', replaced(
             train, 'open_batches', validation_is_training_text), {})],
-    'an evaluation reads every sequence once': [
+    'evaluation_reads_every_sequence_once': [
         ('the last batch is dropped', replaced(
             BatchLoader, 'eval_batches', lambda batches_of: lambda *arguments:
             batches_of(*arguments)[:-1]), {}),
         ('one place is evaluated', replaced(
             BatchLoader, 'eval_batches', lambda batches_of: lambda *arguments:
             [starts * 0 for starts in batches_of(*arguments)]), {})],
-    'a step follows the gradient': [
+    'step_follows_the_gradient': [
         ('uphill', replaced(torch.amp.GradScaler, 'scale', lambda scale: lambda self, loss:
                             scale(self, -loss)), {}),
         ('the loss is not divided', replaced(
@@ -248,7 +284,7 @@ SPOILED = {
         ('weights are held', replaced(
             step_guard.StepGuard, 'check_finite', lambda original: lambda *arguments:
             1 - original(*arguments)), {})],
-    'the learning rate lasts': [
+    'learning_rate_lasts': [
         ('the rate is gone at iteration 15', lambda patch: None,
          {'lr_decay_iters': 15, 'min_lr': 0.0}),
         ('a schedule of another unit', replaced(
@@ -277,7 +313,7 @@ def test_a_dataset_with_the_tokenizer_of_another_is_named(text_file, tmp_path, f
     one, other = (json.loads((tmp_path / name / 'meta.json').read_text())
                   for name in ('one', 'other'))
     (tmp_path / 'one/meta.json').write_text(json.dumps({**one, 'tokenizer': other['tokenizer']}))
-    assert failed(dataset=tmp_path / 'one') == ['the data is text']
+    assert failed(dataset=tmp_path / 'one') == ['tokens_match_the_tokenizer']
 
 
 def test_a_check_that_fails_stops_the_run_unless_it_is_off(
@@ -287,12 +323,43 @@ def test_a_check_that_fails_stops_the_run_unless_it_is_off(
         with pytest.raises(UserError) as problem:
             train.main([*tiny, *asked])
         first, *_, last = str(problem.value).splitlines()
-        assert first.startswith('preflight: batches are what the files hold: no, ')
-        assert 'the inputs shifted by one' in first and last.startswith('nothing was trained')
+        assert first.startswith('preflight: ') and 'the inputs shifted by one' in first
+        assert last.endswith(' --skip_checks=batches_match_the_files')
     assert not (tmp_path / 'out/run.json').exists()
     capsys.readouterr()
     train.main([*tiny, '--check=False'])
     assert 'preflight' not in ''.join(capsys.readouterr())
+
+
+def test_an_intended_change_leaves_out_its_check_alone_and_when_resumed_too(
+        patch, tiny, fails_with, tmp_path, capsys):
+    not_causal(patch)
+    in_order(patch)
+    tiny = [*tiny, '--block_size=8']
+    error = fails_with(*tiny)
+    assert error.endswith('--skip_checks=sequences_are_shuffled')
+    error = fails_with(*tiny, '--skip_checks=sequences_are_shuffled')
+    both = '--skip_checks=sequences_are_shuffled,attention_is_causal'
+    assert 'attention is not causal' in error and error.endswith(both)
+    train.main([*tiny, both])
+    assert 'checks passed' in capsys.readouterr().out
+    train.main([*tiny, '--init_from=resume', '--max_iters=8'])  # without the setting
+    evaluate.main([f'--out_dir={tmp_path}/out', '--device=cpu'])
+    patch(model.Block, 'forward', lambda _: lambda self, x, *rest: x + self.attn(x, *rest))
+    assert fails_with(*tiny, both).endswith(f'{both},every_parameter_gets_a_gradient')
+
+
+def test_a_check_that_does_not_exist_is_named_with_the_nearest(tiny, fails_with):
+    error = fails_with(*tiny, '--skip_checks=attention_is_casual')
+    assert 'attention_is_casual' in error and 'attention_is_causal' in error
+
+
+def test_code_that_a_check_cannot_run_says_how_to_leave_out_the_check(patch, tiny):
+    patch(model_checks, 'ActivationRecorder', lambda _: None)
+    with pytest.raises(TypeError) as problem:
+        train.main([*tiny, '--check'])
+    name, = re.findall(r'--skip_checks=(\w+)', problem.value.__notes__[0])
+    train.main([*tiny, '--check', f'--skip_checks={name}'])
 
 
 def test_a_mask_that_is_lost_after_the_start_is_named_by_a_resume_and_an_evaluation(
@@ -300,9 +367,9 @@ def test_a_mask_that_is_lost_after_the_start_is_named_by_a_resume_and_an_evaluat
     train.main([*tiny, '--max_iters=2'])
     not_causal(patch)
     for again in ('--max_iters=4', '--eval_only=True'):
-        with pytest.raises(UserError, match=r'the future is hidden: no, positions'):
+        with pytest.raises(UserError, match='attention is not causal'):
             train.main([*tiny, '--init_from=resume', again])
-    with pytest.raises(UserError, match=r'nothing was scored, because positions'):
+    with pytest.raises(UserError, match='nothing was scored, because attention is not causal'):
         evaluate.main([f'--out_dir={tmp_path}/out', '--device=cpu'])
 
 

@@ -53,6 +53,17 @@ CHUNK_BYTES = 500 * 10**6  # of tensors in a file, which with its header stays b
 KEPT = 2  # of the newest checkpoints, beside the best
 
 
+class Removed(OSError):
+    """A checkpoint is gone: its run trains meanwhile, and keeps newer ones instead."""
+
+
+def unreadable(checkpoint, problem):
+    """The error for a checkpoint directory in which a file cannot be read."""
+    if checkpoint.exists() or checkpoint in checkpoint.parent.glob('*'):  # a link to nowhere
+        return UserError(problem)
+    return Removed(f'{checkpoint} was removed while it was read: choose another checkpoint')
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A complete checkpoint directory and what its state.json says."""
@@ -60,6 +71,8 @@ class Checkpoint:
     path: Path
     state: dict
     verified: set = field(default_factory=set, compare=False)  # kinds of chunks
+    # name: chunk that is open since it was verified. It can be read also once its run removed it.
+    opened: dict = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def source(self):
@@ -110,6 +123,7 @@ class Checkpoint:
                 known[name].append(rows[:])
         for name, parts in known.items():
             begin_new_tokens(wanted[name], torch.cat(parts)[:old].mean(0), old, new)
+        self.opened.clear()
 
     @torch.no_grad()
     def load_optimizer(self, optimizer, model):
@@ -124,16 +138,18 @@ class Checkpoint:
             copy_rows(state[key], first, rows)
 
     def verify(self, kinds):
-        """Compare the chunks of these kinds with their checksums, once. Raises UserError, which
-        names the damaged chunk."""
+        """Compare the chunks of these kinds with their checksums, once, and keep them open. Raises
+        UserError, which names the damaged chunk, and Removed where the directory is gone."""
         for chunk in self.state['chunks']:
             if chunk['kind'] not in set(kinds) - self.verified:
                 continue
             path, found = self.path / chunk['name'], None
-            with suppress(OSError):  # a file that cannot be read is as good as damaged
+            # What cannot be read is as good as damaged. torch opens it too: RuntimeError.
+            with suppress(OSError, RuntimeError, SafetensorError):
+                self.opened[chunk['name']] = safe_open(path, framework='pt')
                 found = sha256_of(path)
             if found != chunk['sha256']:
-                raise UserError(f'{path} is damaged: it is not what was written')
+                raise unreadable(self.path, f'{path} is damaged: it is not what was written')
         self.verified.update(kinds)
 
     def _parts(self, kind):
@@ -142,10 +158,11 @@ class Checkpoint:
         self.verify([kind])
         for chunk in self.state['chunks']:
             if chunk['kind'] == kind:
-                with safe_open(self.path / chunk['name'], framework='pt') as file:
-                    for key in file.keys():  # noqa: SIM118  (it is no dict)
-                        name, first, _ = PART.fullmatch(key).groups()
-                        yield name, int(first or 0), file.get_slice(key)
+                file = self.opened.get(chunk['name']) \
+                    or safe_open(self.path / chunk['name'], framework='pt')
+                for key in file.keys():  # noqa: SIM118  (it is no dict)
+                    name, first, _ = PART.fullmatch(key).groups()
+                    yield name, int(first or 0), file.get_slice(key)
 
     def _shapes(self, kind):
         """{name: shape} of all tensors of a kind."""
@@ -174,20 +191,25 @@ def empty_state(p, shape, rows):
 
 def find(out_dir, which='latest', kinds=()):
     """The checkpoint of a run that 'latest', 'best' or an iteration number names. Damaged ones are
-    skipped with a warning. kinds: which chunks to verify beside state.json. Raises UserError."""
+    skipped with a warning. kinds: which chunks to verify beside state.json, and to keep open: a run
+    that trains may remove them. Raises UserError."""
     paths, problems = checkpoint_paths(out_dir), []
     if not paths:
         raise UserError(f'{out_dir}: no checkpoint there; train one first, or name the right '
                         'folder with --out_dir, or weights of others with --init_from')
-    if which == 'best':
-        ranked = sorted(intact(paths, (), problems.append), key=lambda c: (-c.val_loss, c.iter_num))
-        paths = [found.path for found in ranked]
-    elif which != 'latest':
+    if which not in ('latest', 'best'):
         there = ', '.join(str(iteration_of(path)) for path in paths)
         paths = [path for path in paths if str(iteration_of(path)) == str(which)]
         if not paths:
             raise UserError(f'--checkpoint={which}: {out_dir} has latest, best and {there}')
-    found = next(intact(paths, kinds, problems.append), None)
+    try:
+        if which == 'best':
+            ranked = sorted(intact(paths, (), problems.append),
+                            key=lambda c: (-c.val_loss, c.iter_num))
+            paths = [found.path for found in ranked]
+        found = next(intact(paths, kinds, problems.append), None)
+    except Removed:  # look among those that are there now
+        return find(out_dir, which, kinds)
     if found is None:
         raise UserError('\n'.join([*problems, 'name another with --checkpoint, or train anew with '
                                    '--init_from=scratch, which keeps them in a folder beside']))
@@ -199,7 +221,7 @@ def find(out_dir, which='latest', kinds=()):
 
 def intact(paths, kinds=(), tell=lambda problem: None):
     """Yield the undamaged checkpoints of these, the last first, and call `tell` with the problem of
-    each damaged one."""
+    each damaged one. Raises Removed."""
     for path in reversed(paths):
         try:
             found = open_checkpoint(path)
@@ -221,14 +243,15 @@ def iteration_of(path):
 
 def open_checkpoint(path):
     """Open a checkpoint directory, of which this reads state.json alone. Raises UserError where
-    that is damaged, or has what this version does not compute with, such as conv_bias=True."""
+    that is damaged, or has what this version does not compute with, such as conv_bias=True; Removed
+    where the directory is gone."""
     try:
         state = read_json(path / 'state.json')
         known = state.pop('sha256', None)  # earlier versions had it in a file of its own
         if known not in (None, checksum(state)):
             raise ValueError('its checksum is not what was written')
     except (OSError, ValueError) as e:
-        raise UserError(f'{path}/state.json is damaged: {e}') from None
+        raise unreadable(path, f'{path}/state.json is damaged: {e}') from None
     state = LATER | {RENAMED.get(key, key): value for key, value in state.items()}
     if state['format_version'] != FORMAT_VERSION:
         raise UserError(f'{path} is from another version of plainGPT: it has format version '

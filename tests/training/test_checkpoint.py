@@ -1,7 +1,9 @@
 import math
 import os
 import random
+import shutil
 from dataclasses import asdict
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -134,6 +136,44 @@ def test_a_save_that_fails_is_told_and_leaves_the_one_before(
     saver.save(model, optimizer, {**STATE, 'iter_num': 40}, rng_state(CPU))
     saver.wait()
     assert not saver.failed and iterations(tmp_path)[0] == 40
+
+
+@pytest.mark.parametrize('which', ['latest', 'best'])
+def test_a_checkpoint_that_its_run_removes_meanwhile_gives_way_to_the_one_that_is_there_then(
+        which, model, save, tmp_path, monkeypatch, capsys):
+    for iter_num in (10, 20, 30):  # each is better than the one before
+        model.lm_head.weight.data.fill_(iter_num)
+        save(iter_num, 1 / iter_num, keep=3)
+    real = {name: getattr(checkpoints, name) for name in ('read_json', 'sha256_of', 'safe_open')}
+    calls, out = [], tmp_path / 'out'
+
+    def train_on():  # save the third, and then remove the others
+        shutil.copytree(tmp_path / 'checkpoints/iter-00000030', out / 'checkpoints/iter-00000030')
+        for path in checkpoints.checkpoint_paths(out)[:2]:
+            shutil.rmtree(path.rename(path.with_suffix('.tmp')))
+
+    def call(name, *arguments, **options):
+        calls.append(name)
+        if len(calls) == moment:
+            train_on()
+        return real[name](*arguments, **options)
+
+    for name in real:
+        monkeypatch.setattr(checkpoints, name, partial(call, name))
+    for moment in range(1, 10):  # before each time that something is read
+        calls.clear()
+        for name in ('iter-00000010', 'iter-00000020'):
+            shutil.copytree(tmp_path / 'checkpoints' / name, out / 'checkpoints' / name)
+        found = checkpoints.find(out, which, ('model',))
+        if len(calls) < moment:
+            break
+        assert (model_of(found).lm_head.weight == 30).all() and found.iter_num == 30
+        shutil.rmtree(out)
+    train_on()  # what was found can be read though it is removed
+    assert (model_of(found).lm_head.weight == 20).all() and {*calls} == {*real}
+    assert 'damaged' not in capsys.readouterr().err
+    with pytest.raises(OSError, match='iter-00000020 was removed'):
+        found.load_optimizer(None, model)
 
 
 def test_the_evaluation_is_added_to_a_checkpoint_of_the_same_iteration(save, tmp_path):

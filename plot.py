@@ -14,7 +14,7 @@ from configurator import load_config
 from plaingpt.monitoring.references import read_band
 from plaingpt.monitoring.run_record import read_rows, read_run
 from plaingpt.monitoring.run_report import describe, draw_runs
-from plaingpt.system.errors import UserError, run_script
+from plaingpt.system.errors import UserError, run_script, warn
 from plaingpt.system.files import ROOT, write_atomically
 from plaingpt.system.formatting import command_for
 
@@ -33,10 +33,10 @@ class PlotConfig:
 def main(argv):
     folders = [arg for arg in argv if not arg.startswith('-')]
     config = load_config(PlotConfig, [arg for arg in argv if arg not in folders], __doc__)
-    runs = read_runs(folders)
+    runs = read_runs(folders, 'film.jsonl' if config.film else 'metrics.jsonl')
     if config.film:
         path = Path(config.output or Path(folders[0], 'film.html'))
-        draw_film(runs[0][0], folders[0], path)
+        draw_film(*runs[0][:2], path)
         print(f'{path}: open it in a browser')
         return
     default = Path(folders[0], 'loss.png') if len(folders) == 1 else Path('compare.png')
@@ -50,27 +50,33 @@ def main(argv):
     print(path)
 
 
-def read_runs(folders):
-    """→ [(name, rows, facts)]. Raises UserError where a folder has no run."""
+def read_runs(folders, log):
+    """→ [(name, rows of this log, facts)]. Raises UserError where a folder has no run, and where no
+    line of a log can be read."""
     if not folders:
         raise UserError('name the out_dir of a run, or of several to compare: '
                         f'{command_for("plot")} out')
+    problems = []
     for folder in folders:
-        if not read_run(folder):
-            raise UserError(f'{folder} has no run.json: name the out_dir of a run')
+        if not read_run(folder, problems.append, {'from_scratch', 'train_tokens', 'warmup_iters'}):
+            raise UserError(*problems or [f'{folder} has no run.json: name the out_dir of a run'])
     names = [Path(folder).resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = folders
-    return [(name, read_rows(Path(folder, 'metrics.jsonl')), read_run(folder))
+    runs = [(name, read_rows(Path(folder, log), problems.append), read_run(folder))
             for name, folder in zip(names, folders, strict=True)]
+    if problems and not any(rows for _, rows, _ in runs):
+        raise UserError(f'there is nothing to draw yet: {problems[0]}')
+    for problem in problems:
+        warn(problem)
+    return runs
 
 
-def draw_film(name, folder, path):
+def draw_film(name, moments, path):
     """What training/film.py wrote of a run → a page that a browser shows without any network.
     Raises UserError where there is no film."""
-    moments = read_rows(Path(folder, 'film.jsonl'))
     if not moments:
-        raise UserError(f'{folder} has no film: train with --film=True')
+        raise UserError(f'{name} has no film: train with --film=True')
     page = (ROOT / 'plaingpt/monitoring/film.html').read_text(encoding='utf-8')
     data = json.dumps(moments).replace('<', r'\u003c')  # what a model wrote ends no script
     page = page.replace('NAME', html.escape(name)).replace('>DATA<', f'>{data}<')

@@ -11,10 +11,14 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from plaingpt.system.errors import warn
 from plaingpt.system.files import read_json
+from plaingpt.system.formatting import count_of, one_line
 
 # -----------------------------------------------------------------------------
 # rows of metrics.jsonl
+
+KINDS = {'sample': str, 'passages': list, 'maps': str, 'maps_shape': list}  # others are numbers
 
 
 def finite(x):
@@ -23,21 +27,38 @@ def finite(x):
 
 
 def parse_row(line):
-    """A line → dict; None for what is no row, such as half a line that a kill left."""
-    with suppress(ValueError):
-        row = json.loads(line)
-        return row if isinstance(row, dict) and 'iter' in row else None
+    """A line → dict; None for what is not a row, such as half a line that a kill left."""
+    with suppress(ValueError, RecursionError):
+        row = json.loads(line, parse_constant=lambda name: None)  # NaN, Infinity
+        return row if isinstance(row, dict) and type(row.get('iter')) is int else None
 
 
-def read_rows(path):
-    """The rows of a metrics.jsonl or film.jsonl, in order; [] where there is no file."""
+def is_usable(row):
+    """Whether a row of metrics.jsonl or film.jsonl has what each has, and each value its kind."""
+    always = ('passages',) if 'passages' in row else ('iter', 'tokens', 'elapsed_s')
+    return all(row.get(key) is not None for key in always) and all(
+        value is None or (isinstance(value, KINDS[key]) if key in KINDS
+                          else isinstance(value, int | float) and abs(value) < sys.float_info.max)
+        for key, value in row.items())
+
+
+def read_rows(path, tell=warn):
+    """The rows of a metrics.jsonl or film.jsonl, in order; [] where there is no file. `tell` is
+    called with how many lines were skipped since they are damaged."""
+    rows, skipped = [], 0
     with suppress(FileNotFoundError), open(path, 'rb') as f:
-        return list(filter(None, map(parse_row, f)))
-    return []
+        for line in f:
+            if (row := parse_row(line)) and is_usable(row):
+                rows.append(row)
+            elif line.strip() and line.endswith(b'\n'):  # or it is being written
+                skipped += 1
+    if skipped:
+        tell(f'{path}: skipped {count_of(skipped, "damaged line")}')
+    return rows
 
 
 def trim_rows(path, last_iter, evaluated=True):
-    """Drop the rows after iteration `last_iter` from a file of rows, and what is no row at its end.
+    """Drop the rows after iteration `last_iter` from a file of rows, and half a line at its end.
     evaluated=False: also those of the evaluation at last_iter, which come last there."""
     kept = position = 0
     with open(path, 'rb+') as f:
@@ -47,6 +68,7 @@ def trim_rows(path, last_iter, evaluated=True):
                 is_evaluation = 'loss' not in row and not any('health/' in key for key in row)
                 if row['iter'] + (is_evaluation and not evaluated) > last_iter:
                     break
+            if row or line.endswith(b'\n'):
                 kept = position
         f.truncate(kept)
 
@@ -91,15 +113,30 @@ def changed_settings(config):
     return {key: value for key, value in asdict(config).items() if value != defaults[key]}
 
 
-def read_run(out_dir):
+# What a report and plot.py read of run.json and its settings
+FACTS = {'from_scratch': bool, 'train_tokens': int, 'warmup_iters': int, 'dataset': str,
+         'dtype': str, 'ending': str, 'val_bytes_per_token': int | float | None}
+
+
+def read_run(out_dir, tell=warn, needed=frozenset()):
     """run.json of a folder, with the settings of an earlier version as this one has them; {} where
-    there is none."""
-    try:
-        run = read_json(Path(out_dir, 'run.json'))
-    except (OSError, ValueError):
-        return {}
+    there is none. If it is damaged, or lacks some of FACTS that are needed, it counts as none, and
+    `tell` is called."""
     from plaingpt.system.removed import as_today
-    config = as_today(run['config'])
-    return {**run, 'config': config, 'changed': {
-        key: value for key, value in config.items()
-        if key in run['changed'] or key not in run['config']}}
+    path = Path(out_dir, 'run.json')
+    try:
+        run = read_json(path)
+        config = as_today(run['config'])
+        run['changed'] = {key: value for key, value in config.items()
+                          if key in run['changed'] or key not in run['config']}
+        facts = config | run
+        wrong = [key for key in needed | (FACTS.keys() & facts.keys())
+                 if not isinstance(facts[key], FACTS[key])]
+        if wrong or ('end' in run and not is_usable(run['end'])):
+            raise TypeError(', '.join(wrong) or 'end')
+        return {**run, 'config': config}
+    except FileNotFoundError:
+        pass
+    except Exception as e:  # whatever it holds
+        tell(f'{path} is damaged: {type(e).__name__}: {one_line(e)}')
+    return {}

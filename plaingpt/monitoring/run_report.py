@@ -57,7 +57,8 @@ def format_report(out_dir, rows, run):
 def describe(name, rows, run):
     """→ sentences: where a run stands, what looks wrong, where it lies beside its reference"""
     # where the run ended, or the last row of one that trains or was killed
-    last = max(rows[-1], run.get('end', rows[-1]), key=lambda place: place['iter'])
+    places = [place for place in (*rows[-1:], run.get('end')) if place]
+    last = max(places, key=lambda place: place['iter'])
     parts = [f'{name}: iteration {last["iter"]}, {last["tokens"]:,} tokens, '
              f'{duration(last["elapsed_s"])}']
     if evaluations := rows_with(rows, 'val_loss'):
@@ -112,7 +113,7 @@ def draw_losses(axes, rows, band):
     smooth = running_mean(ys)
     axes.plot(xs, smooth, 'C1', label=f'training {smooth[-1]:.3f}' if steps else None)
     ys = column(evaluations, 'val_loss')
-    errors = [row.get('val_loss_stderr') or 0.0 for row in evaluations]
+    errors = [abs(row.get('val_loss_stderr') or 0.0) for row in evaluations]
     axes.errorbar(column(evaluations, 'iter'), ys, errors, fmt='C0o-', ms=4, capsize=3,
                   label=f'validation {ys[-1]:.3f}')
     if band:

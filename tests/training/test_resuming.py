@@ -10,6 +10,7 @@ from helpers import die_before_change, exit_code, fails, fork, lines, same, weig
 
 import prepare
 import train
+from plaingpt.monitoring.run_record import read_rows
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import lock_output_dir
 from plaingpt.training import checkpoint as checkpoints
@@ -63,6 +64,25 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(tiny, o
     assert f'skipped a checkpoint: {out}/checkpoints/iter-00000006' in warned
     assert same(weights(out), whole) and (out / 'old-001').exists()
     assert checkpoints.KEPT >= 2  # so there is one before it
+
+
+@pytest.mark.parametrize('record', ['[]', '{"config": null}', '\x00'])
+def test_a_run_with_damaged_logs_is_resumed_as_one_with_whole_ones(tiny, out, record, capsys):
+    whole, before = weights(out), lines(out, 'loss')
+    (out / 'run.json').write_text(record)
+    for name in ('metrics.jsonl', 'film.jsonl', 'anomalies.jsonl'):
+        path = out / name
+        rows = path.read_text().splitlines() if path.exists() else []
+        damage = ['[]', '{}', '{"iter": "3"}', '{"iter": 2, "val_loss": NaN}', '\x00\x00',
+                  '{"iter": 2, "tokens": 9, "elapsed_s": 1.0, "train_loss": "3", "val_loss": "3"}']
+        path.write_text('\n'.join([*damage, *rows, '{"iter": 6, ']))
+    train.main([*tiny, '--film', '--report=True', '--init_from=resume', '--checkpoint=3'])
+    said, warned = capsys.readouterr()
+    assert same(weights(out), whole) and 'report.md says' in said and (out / 'loss.png').exists()
+    for name in ('run.json is damaged', 'metrics.jsonl: skipped 6 '):
+        assert f'{out}/{name}' in warned
+    after = [row['loss'] for row in read_rows(out / 'metrics.jsonl') if 'loss' in row]
+    assert after == [row['loss'] for row in before]
 
 
 def test_another_model_tokenizer_or_dataset_is_refused(

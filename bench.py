@@ -151,9 +151,12 @@ def main(argv):
         rows = [row]
     facts = {'date': datetime.date.today().isoformat(), 'machine': devices.machine_name(device),
              'torch': torch.__version__, 'command': shlex.join(['python', 'bench.py', *argv])}
-    print(f'{facts["machine"]}, torch {facts["torch"]}, {facts["date"]}:\n\n{text}')
+    rows = [facts | row for row in rows]
+    dates = sorted({row['date'] for row in rows if row['date']})  # of a run that failed: none
+    print(f'{facts["machine"]}, torch {facts["torch"]}, '
+          f'{" to ".join(dates[:1] + dates[1:][-1:])}:\n\n{text}')
     if folder:
-        tables.save_csv(f'{folder}/{name}.csv', [row | facts for row in rows])
+        tables.save_csv(f'{folder}/{name}.csv', rows)
         print(f'\n{folder}/{name}.csv has all numbers'
               + (f', {folder}/{name}/ the runs' if trains else ''))
     if status:

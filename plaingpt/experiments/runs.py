@@ -10,20 +10,32 @@ import runpy
 import statistics
 import subprocess
 import sys
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import date
 from itertools import product
 from math import sqrt
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
+from configurator import find_recipe, load_config
+from plaingpt.data.dataset import has_token_files, open_named
 from plaingpt.experiments.tables import markdown, number
 from plaingpt.monitoring.references import STUDENT_T
-from plaingpt.monitoring.run_record import read_rows, read_run
-from plaingpt.system.errors import UserError, warn
-from plaingpt.system.files import ROOT, read_json, write_json
+from plaingpt.monitoring.run_record import column, read_rows, read_run
+from plaingpt.system.devices import choose_device, machine_name
+from plaingpt.system.errors import UserError, print_line, warn
+from plaingpt.system.files import ROOT, lock_output_dir, read_json, sha256_of, write_json
 from plaingpt.system.formatting import count_of
+from plaingpt.training.checkpoint import checksum
+from plaingpt.training.settings import TrainConfig
+from plaingpt.training.start import archive_previous_run
 
 LISTS = ROOT / 'config' / 'variants'
+# Settings that change where a run's numbers go, and not the numbers.
+OUTPUTS = {'out_dir', 'log_to', 'wandb_log', 'wandb_project', 'wandb_run_name'}
 
 # -----------------------------------------------------------------------------
 # lists of variants
@@ -62,21 +74,57 @@ def sweep_variants(sweep):
 
 def train_once(words, folder, tree=ROOT):
     """Train in `folder` as the words of a command say, by the code in `tree` or else this code →
-    its numbers, see summarize. A run of the same words that ended there is taken as it is; train.py
-    moves another one to old-001. Raises UserError where it fails."""
-    folder, asked = Path(folder), Path(folder, 'asked.json')  # of a run that ended
-    if not asked.exists() or read_json(asked) != words:
-        asked.unlink(missing_ok=True)
+    its numbers, see summarize, and its date. A run of this code that was made of the same and ended
+    there is taken as it is; another one moves to old-001. Raises UserError where it fails."""
+    folder, asked = Path(folder), Path(folder, 'asked.json')
+    made_of, before = ingredients(words) if tree == ROOT else {}, {}
+    with suppress(OSError, ValueError, TypeError):
+        before = dict(read_json(asked))
+    others = [key for key, value in made_of.items() if before.get(key) != value]
+    with lock_output_dir(folder):
+        if others and (archive := archive_previous_run(folder)):
+            print_line(f'{folder}: its run had other {", ".join(others)}, and is in {archive}',
+                       sys.stderr)
+    if others or 'ended' not in before or not has_ended(folder):
+        write_json(asked, made_of)
         run_command('train', [*words, f'--out_dir={folder}'], tree)
         if not has_ended(folder):
             raise UserError(f'{folder}: its run is incomplete '
                             f'(ending: {read_run(folder).get("ending", "killed")})')
-        write_json(asked, words)
-    return summarize(folder)
+        if made_of.get('data', '') is None:  # the run has prepared a small corpus
+            made_of['data'] = ingredients(words)['data']
+        before = {**made_of, 'ended': date.today().isoformat()}
+        write_json(asked, before)
+    return summarize(folder) | {'date': before['ended'], 'code': made_of.get('code')}
+
+
+def ingredients(words):
+    """What a run of this code is made of, as JSON: two runs of equal ingredients are the same run.
+    Raises UserError."""
+    config = load_config(TrainConfig, words)
+    code = [*(ROOT / name for name in ('train.py', 'model.py', 'configurator.py')),
+            *sorted(ROOT.glob('plaingpt/**/*.py')),
+            *(find_recipe(word) for word in words if not word.startswith('--'))]
+    data = None
+    if has_token_files(config.dataset):
+        dataset = open_named(config.dataset, config.vocab_size)
+        data = checksum([dataset.state(), dataset.identity('val')])
+    start = Path(config.init_from)
+    weights = [path for path in (start, *sorted(start.rglob('*')))
+               if path.suffix in ('.safetensors', '.pt', '.pth')]
+    return {'settings': {key: value for key, value in asdict(config).items() if key not in OUTPUTS},
+            'code': checksum([sha256_of(path) for path in code]), 'data': data,
+            'weights': [[str(path), path.stat().st_mtime] for path in weights],
+            'torch': torch.__version__,
+            'device': machine_name(choose_device(config.device)[0]).partition(',')[0]}
 
 
 def has_ended(folder):
-    return read_run(folder).get('ending', '').startswith(('all iterations are done', 'patience'))
+    """Whether there is a run that came to its end, and what summarize needs can be read."""
+    rows = read_rows(Path(folder, 'metrics.jsonl'), tell=lambda problem: None)
+    run = read_run(folder, needed={'dtype', 'dataset'})
+    return run.get('ending', '').startswith(('all iterations are done', 'patience')) \
+        and bool(column(rows, 'tokens_per_s')) and any('val_loss' in row for row in rows)
 
 
 def run_command(name, argv, tree):
@@ -94,8 +142,8 @@ def summarize(folder):
     """The files of a run → numbers. A step's time is the median: compiling, evaluating and other
     work on the machine do not count. final_loss is None where it was not finite."""
     lines, run = read_rows(Path(folder, 'metrics.jsonl')), read_run(folder)
-    rates = [line['tokens_per_s'] for line in lines if 'tokens_per_s' in line]
-    step_s = lines[-1]['tokens'] / lines[-1]['iter'] / statistics.median(rates)
+    rate = statistics.median(column(lines, 'tokens_per_s'))
+    step_s = lines[-1]['tokens'] / lines[-1]['iter'] / rate
     losses = [line['val_loss'] for line in lines if 'val_loss' in line]
     return {'final_loss': losses[-1], 'step_ms': 1e3 * step_s, 'seconds': lines[-1]['elapsed_s'],
             'dtype': run['dtype'], 'dataset': run['config']['dataset']}
@@ -114,16 +162,19 @@ def train_all(variants, folder, trees=None):
     for name, seed, words in tqdm(order, 'training', disable=None):
         # what file systems do not take is written as %xx
         where = re.sub(r'[^\w =,.+×-]', lambda found: f'%{ord(found[0]):02x}', name)
-        run = {'variant': name, 'seed': seed, 'folder': str(Path(folder, f'{where},seed={seed}'))}
+        run = {'variant': name, 'seed': seed, 'folder': str(Path(folder, f'{where},seed={seed}')),
+               'problem': ''}
         try:
             run |= train_once(words, run['folder'], (trees or {}).get(name, ROOT))
         except UserError as problem:
             if not runs or trees:
                 raise UserError(f'{name}, seed {seed}: {problem}') from None
             warn(f'{name}, seed {seed}: {problem}')
-            run |= dict.fromkeys(runs[0].keys() - run.keys())
+            run |= {**dict.fromkeys(runs[0].keys() - run.keys()), 'problem': str(problem)}
         tqdm.write(f'{name}, seed {seed}: {number(".4f", run["final_loss"])}', file=sys.stderr)
         runs.append(run)
+    if len({run.get('code') for run in runs if not run['problem']}) > 1:
+        warn('the code or a config file changed while these runs trained: give the command again')
     return runs
 
 
@@ -134,7 +185,8 @@ def train_all(variants, folder, trees=None):
 def compare(runs):
     """Runs → a dict for each variant. loss, loss_error: the mean over seeds and its standard error;
     change, change_error: the same for the difference to the first variant, seed by seed; clear:
-    whether its 95% interval excludes zero; step_ms: the median. None: not known."""
+    whether its 95% interval excludes zero; step_ms: the median. None: not known, and `problem` says
+    why."""
     groups = {}
     for run in runs:
         groups.setdefault(run['variant'], []).append(run)
@@ -143,6 +195,8 @@ def compare(runs):
         row = {'variant': name, **dict.fromkeys((
             'loss', 'loss_error', 'change', 'change_error', 'clear', 'step_ms'))}
         losses = [run['final_loss'] for run in group]
+        row['problem'] = next((f'seed {run["seed"]}: {run.get("problem") or "not finite"}'
+                               for run in group if run['final_loss'] is None), '')
         if None not in losses:
             row['loss'], row['loss_error'] = mean_and_error(losses)
             row['step_ms'] = statistics.median(run['step_ms'] for run in group)
@@ -171,7 +225,7 @@ def format_comparison(rows):
            't), which takes two seeds or more.'
     return f'{said}\n\n' + markdown(
             ['', 'final validation loss', 'change', 'more than chance', 'ms a step'],
-            [[row['variant'], with_error('.4f', row['loss'], row['loss_error']),
+            [[row['variant'], row['problem'] or with_error('.4f', row['loss'], row['loss_error']),
               with_error('+.4f', row['change'], row['change_error']),
               {None: '–', True: 'yes', False: 'no'}[row['clear']],
               number('.1f', row['step_ms'])] for row in rows])

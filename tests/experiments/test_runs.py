@@ -1,11 +1,14 @@
 import csv
 import json
+import shutil
+import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import exit_code, fork
+import torch
+from helpers import ROOT, exit_code, fork
 
 import bench
 import train
@@ -120,13 +123,116 @@ def test_a_run_that_never_began_does_not_get_the_numbers_of_other_settings(
     assert len(trainings) == 3
 
 
+SEEDS = 5, 6
+RECIPE = """from numbers_of_mine import steps
+max_iters = steps
+dataset = 'bare'
+device = 'cpu'
+"""
+
+
+@pytest.fixture
+def sweep(trainings, char_data, tmp_path, monkeypatch):
+    """sweep(*words) → how many of its two runs were trained. The code is that of tmp_path/code, the
+    recipe imports a file of the working directory, and the first run prepares the data."""
+    trainings += [[]] * 5  # none of these is stopped
+    for name in ('train.py', 'model.py', 'configurator.py', 'plaingpt/weights.py'):
+        Path('code', name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, Path('code', name))
+    monkeypatch.setattr(runs, 'ROOT', tmp_path / 'code')
+    monkeypatch.syspath_prepend(tmp_path)
+    run_command = runs.run_command
+
+    def prepare_and_train(*arguments):  # as train.py does with a small corpus
+        if not Path('data/bare').exists():
+            shutil.copytree(char_data, 'data/bare', ignore=lambda *_: ['meta.json'])
+        run_command(*arguments)
+    monkeypatch.setattr(runs, 'run_command', prepare_and_train)
+    Path('recipe.py').write_text(RECIPE)
+    Path('numbers_of_mine.py').write_text('steps = 9\n')
+    Path('weights').mkdir()
+    Path('weights/model.safetensors').write_text('weights')
+
+    def sweep(*words):
+        before = len(trainings)
+        sys.modules.pop('numbers_of_mine', None)
+        for seed in SEEDS:
+            train_once(['recipe.py', '--init_from=weights', f'--seed={seed}', *words],
+                       f'runs/{seed}', runs.ROOT)
+        return len(trainings) - before
+    return sweep
+
+
+def append(path, text='\n'):
+    with open(path, 'a', encoding='utf-8') as f:
+        f.write(text)
+
+
+def change_a_token(path):
+    data = bytearray(Path(path).read_bytes())
+    data[100] ^= 1
+    Path(path).write_bytes(data)
+
+
+def test_a_run_is_taken_again_only_where_all_that_it_was_made_of_is_the_same(
+        sweep, tmp_path, monkeypatch, capsys):
+    assert (sweep(), sweep()) == (2, 0)
+    for same_in_other_words in ('--beta2=95e-2', '--wandb_run_name=now'):
+        assert sweep(same_in_other_words) == 0
+    changes = {
+        'the recipe': lambda: append('recipe.py', 'beta1 = 0.8\n'),
+        'what the recipe does beside': lambda: append('recipe.py', 'import torch.nn\n'),
+        'what the recipe imports': lambda: Path('numbers_of_mine.py').write_text('steps = 8888\n'),
+        'the model': lambda: append('code/model.py'),
+        'another file of the code': lambda: append('code/plaingpt/weights.py'),
+        'weights to start from': lambda: Path('weights/model.safetensors').write_text('others'),
+        'training tokens': lambda: change_a_token('data/bare/train.bin'),
+        'validation tokens': lambda: change_a_token('data/bare/val.bin'),
+        'torch': lambda: monkeypatch.setattr(torch, '__version__', '99'),
+        'the machine': lambda: monkeypatch.setattr(runs, 'machine_name', lambda device: 'another'),
+        'damaged numbers': lambda: [Path(f'runs/{seed}/metrics.jsonl').write_text('[]\n')
+                                    for seed in SEEDS],
+        'damaged facts': lambda: [Path(f'runs/{seed}/run.json').write_text('[]')
+                                  for seed in SEEDS],
+        'what is known of them': lambda: [Path(f'runs/{seed}/asked.json').write_text('["--a"]')
+                                          for seed in SEEDS]}
+    for name, change in changes.items():
+        change()
+        assert (sweep(), sweep()) == (2, 0), name
+    assert 'its run had other code, and is in' in capsys.readouterr().err
+    assert Path('runs/5/old-001/metrics.jsonl').exists()
+
+
+def test_results_have_the_date_of_their_runs_and_code_that_changed_meanwhile_is_told(
+        trainings, monkeypatch, capsys):
+    trainings += [[]] * 5
+    words = ['--sweep=conv=0,4', '--seeds=1', '--device=cpu']
+    bench.main(words)
+    asked = Path('out-experiments/sweep-conv/conv=0,seed=1337/asked.json')
+    made_of = json.loads(asked.read_text())
+    asked.write_text(json.dumps({**made_of, 'ended': '2020-01-02'}))
+    capsys.readouterr()
+    bench.main(words)
+    said, told = capsys.readouterr()
+    assert f', 2020-01-02 to {made_of["ended"]}:' in said and 'changed' not in told
+    first, _ = csv.DictReader(open('out-experiments/sweep-conv.csv'))
+    assert first['date'] == '2020-01-02' and first['code'] == made_of['code']
+    ingredients = runs.ingredients
+    monkeypatch.setattr(runs, 'ingredients', lambda words: {
+        **ingredients(words), 'code': 'later' if '--conv=4' in words else made_of['code']})
+    bench.main(words)
+    assert 'changed while these runs trained' in capsys.readouterr().err
+
+
 def test_a_run_that_fails_is_told_and_the_others_stand_but_the_first_ends_all(
         trainings, capsys):
     trainings += [[]] * 5  # none of these is stopped
     bench.main(['--sweep=conv=0,4', '--seeds=2', '--seed=6', '--device=cpu'])
     rows = list(csv.DictReader(open('out-experiments/sweep-conv.csv')))
     assert [row['final_loss'] for row in rows] == ['3.0', '3.0', '3.0', '']
-    assert 'conv=4, seed 7: no convolution here' in capsys.readouterr().err
+    said, told = capsys.readouterr()
+    assert 'conv=4, seed 7: no convolution here' in told
+    assert '| seed 7: no convolution here |' in said and rows[3]['problem'] == 'no convolution here'
     with pytest.raises(UserError, match='no convolution here'):
         bench.main(['--sweep=conv=4,0', '--seed=7', '--device=cpu', '--save=other'])
 

@@ -40,7 +40,7 @@ from plaingpt.system.distributed import (
     launched_world,
     print0,
 )
-from plaingpt.system.errors import run_script
+from plaingpt.system.errors import phase, run_script
 from plaingpt.system.files import lock_output_dir, write_json
 from plaingpt.system.formatting import command_for, quoted
 from plaingpt.training import stopwatch
@@ -62,7 +62,7 @@ from plaingpt.training.start import (
     trim_logs,
     with_shape,
 )
-from plaingpt.training.step_guard import StepGuard
+from plaingpt.training.step_guard import StepGuard, saved_when_it_fails
 
 
 @dataclass
@@ -102,9 +102,9 @@ class Run:
 # setup: settings → device and dtype → data → model → compile, DDP or FSDP → optimizer
 
 
+@phase('setup')
 def setup(config, start, world, device, device_why, given=frozenset()):
-    """TrainConfig, Start → Run. given: the settings that the command line names. Raises UserError.
-    """
+    """TrainConfig, Start → Run. given: settings set on the command line. Raises UserError."""
     devices.prepare_device(device)
     torch.manual_seed(config.seed + world.rank)  # processes must not share dropout masks
     group = gloo_group()
@@ -312,10 +312,12 @@ def train(run):
             for param_group in run.optimizer.param_groups:
                 param_group['lr'] = lr * param_group['lr_scale']
             loss = forward_backward(run.wrapped, batches, run.micro_steps, run.scaler, run.context)
+            progress.updating = True
             with run.watching.around_update(progress.iter_num + 1, run.scaler):
                 grad_norm = update(run.wrapped, run.optimizer, run.scaler, config.grad_clip,
                                    run.guard, progress.iter_num, loss)
             progress.iter_num += 1
+            progress.updating = False
 
             # log
             metrics.bar.update()
@@ -399,7 +401,7 @@ def evaluate(run):
     is the best. A signal raises Stopped before anything is logged: the resumed run does it all."""
     progress = run.progress
     # averaged: with average_decay the weights are those of the average in here
-    with run.metrics.paused('evaluating'), averaged(run.optimizer):
+    with run.metrics.paused('evaluation'), averaged(run.optimizer):
         losses = [mean_loss(run.wrapped, loader, progress.eval_sequences, run.context, run.stop)
                   for loader in (run.train_data, *run.val_data.parts)]
         scores, text = run.watching.look(losses)
@@ -423,7 +425,7 @@ def save(run):
              'elapsed_s': run.metrics.elapsed_s(), 'wandb_id': run.metrics.wandb_id(),
              'dtype': run.dtype, 'scaler': run.scaler.state_dict(),
              'averaged_steps': getattr(run.optimizer, 'averaged_steps', 0)}
-    with run.metrics.paused('saving'), averaged(run.optimizer):
+    with run.metrics.paused('save'), averaged(run.optimizer):
         run.saver.save(run.model, run.optimizer, state, devices.rng_state(run.device))
     progress.saved_at, progress.saved_evaluated = progress.iter_num, progress.evaluated
 
@@ -488,7 +490,7 @@ def main(argv):
         run = setup(config, start, world, device, device_why, given)
         if config.check is True:
             return
-        with run.stop:
+        with run.stop, saved_when_it_fails(run, save), phase('training step'):
             finish(run, train(run))
 
 

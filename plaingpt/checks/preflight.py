@@ -15,7 +15,7 @@ from plaingpt.checks import data_checks, learning_checks, model_checks
 from plaingpt.checks.model_checks import NotChecked
 from plaingpt.system.devices import exact_matmul
 from plaingpt.system.distributed import all_gather, gloo_group, print0
-from plaingpt.system.errors import UserError
+from plaingpt.system.errors import UserError, phase
 from plaingpt.system.formatting import one_line
 from plaingpt.training.optimizers import build_optimizer
 
@@ -37,6 +37,7 @@ INSIDE = (  # the code, with a small network that has the run's flags
     learning_checks.checkpoint_round_trip_works)
 
 
+@phase('preflight')
 @exact_matmul()  # the rounding of TF32 would hide mistakes
 def preflight(run, forward_backward, update):
     """Check a run that is about to begin, on all processes, and print the result in a line; with

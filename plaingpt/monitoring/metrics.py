@@ -14,7 +14,7 @@ from tqdm import tqdm
 from plaingpt.monitoring.diagnosis import diagnose
 from plaingpt.monitoring.run_record import finite, read_rows
 from plaingpt.system.devices import device_name, peak_memory_bytes, synchronize
-from plaingpt.system.errors import print_line
+from plaingpt.system.errors import phase, print_line
 from plaingpt.system.files import append_line
 from plaingpt.system.formatting import one_line, short
 from plaingpt.system.gpus import mfu
@@ -67,7 +67,8 @@ class Metrics:
         synchronize(self.device)
         began = time.perf_counter()
         self.bar.set_description(what)
-        yield
+        with phase(what):
+            yield
         self.bar.set_description('training')
         self.lap_began += time.perf_counter() - began
         self.paused_s += time.perf_counter() - began

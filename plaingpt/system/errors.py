@@ -82,7 +82,7 @@ def run_script(main):
             raise
         # If all processes fail alike, the first one prints; torchrun stops the others meanwhile.
         time.sleep(0 if os.environ.get('LOCAL_RANK', '0') == '0' else 3)
-        for line in message.split('\n'):
+        for line in '; '.join([message, *getattr(e, '__notes__', [])]).split('\n'):
             print_line(f'error: {line}', sys.stderr)
         sys.exit(2)
 
@@ -98,13 +98,29 @@ def explain(error):
     if is_out_of_memory(error):
         # CUDA's own message is a paragraph: its second sentence says how much.
         tried = re.search(r'[Tt]ried to allocate \S+ \w+', str(error))
-        return f'out of memory{f": {tried[0]}" if tried else ""}: choose smaller sizes, such as ' \
-               '--batch_size, or another --device'
+        size = f': {tried[0]}' if tried else ''
+        if not hasattr(error, 'phase'):
+            return f'out of memory{size}: choose smaller sizes, such as --batch_size, or another ' \
+                   '--device'
+        return f'out of memory ({error.phase}){size}: set a smaller --batch_size (and as many ' \
+               'times more --gradient_accumulation_steps, where --total_batch_size does not ' \
+               'decide them), --activation_checkpointing=full, or a smaller --block_size or model'
     return None
+
+
+@contextmanager
+def phase(name):
+    """A part of a training run, which an error that comes from in here is told to be from."""
+    try:
+        yield
+    except Exception as e:
+        e.phase = getattr(e, 'phase', name)  # the innermost
+        raise
 
 
 def is_out_of_memory(error):
     """Whether an error says that a GPU or the machine has no memory left."""
     return isinstance(error, MemoryError) or type(error).__name__ == 'OutOfMemoryError' or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in (
-            "can't allocate memory", 'Storage size calculation over')))
+            "can't allocate memory", 'not enough memory', 'out of memory',
+            'Storage size calculation over')))

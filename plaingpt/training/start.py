@@ -215,6 +215,7 @@ class Progress:
     val_loss: float | None = None  # what it measured
     saved_at: int | None = None  # the iteration of the last checkpoint
     saved_evaluated: bool = False  # that checkpoint has its evaluation
+    updating: bool = False  # the weights may be changed in part
     eval_sequences: int = 0  # sequences of a split in each evaluation
 
     @property

@@ -1,6 +1,8 @@
-"""A training step whose loss or gradient is not finite (NaN, infinity) leaves the weights alone."""
+"""A training step whose loss or gradient is not finite (NaN, infinity) leaves the weights alone,
+and an error in the middle of a run leaves a checkpoint."""
 
 import math
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ import torch.distributed as dist
 from plaingpt.system.distributed import all_gather, gloo_group
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import append_line
+from plaingpt.system.formatting import command_for, quoted
 
 MAX_BAD_STEPS = 10  # this many in a row end the run
 OVERFLOWS = 16  # GradScaler halves its scale this often to get from 65,536, where it begins, to 1
@@ -78,6 +81,24 @@ class StepGuard:
             'the weights are as before them: lower --learning_rate, lengthen --warmup_iters or try '
             f'--dtype=float32, and look at the text that {self.path} names; then continue with '
             '--init_from=resume, or from before with --checkpoint=best')
+
+
+@contextmanager
+def saved_when_it_fails(run, save):
+    """Save a train.Run that an error ends, as it was before the step, by train.py's `save`. Of
+    several processes the others know nothing of the error."""
+    try:
+        yield
+    except Exception as error:
+        with suppress(Exception):  # the first error says more
+            if run.world.size == 1 and not run.progress.updating:
+                save(run)
+                run.saver.wait()
+                if run.progress.saved_at and not run.saver.failed:
+                    error.add_note(f'iteration {run.progress.saved_at} is saved: '
+                                   f'{command_for("train")} --out_dir={quoted(run.config.out_dir)} '
+                                   '--init_from=resume')
+        raise
 
 
 def as_json(x):

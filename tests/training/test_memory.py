@@ -13,6 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train
 from model import GPT, GPTConfig
+from plaingpt.checks import preflight
+from plaingpt.monitoring.health import Health
 from plaingpt.system.devices import rng_state
 from plaingpt.system.formatting import GIB
 from plaingpt.training import checkpoint as checkpoints
@@ -218,14 +220,28 @@ def test_a_model_or_a_batch_too_large_is_one_line_before_it_is_made(tiny, capsys
     assert 'total_batch_size' in fails(capsys, monkeypatch, train.main, *tiny, '--batch_size=auto')
 
 
-def test_out_of_memory_is_one_line_and_the_checkpoint_stays_whole(tiny, tmp_path, capsys,
-                                                                  monkeypatch):
+def test_out_of_memory_is_one_line_and_the_steps_before_it_are_saved(tiny, tmp_path, capsys,
+                                                                     monkeypatch):
     def step(n, model, loss):
         if n == 5:
-            raise torch.OutOfMemoryError('CUDA out of memory')
+            raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 GiB.')
         return loss
 
     change_steps(monkeypatch, step)
-    assert 'out of memory' in fails(capsys, monkeypatch, train.main, *tiny)
+    said = fails(capsys, monkeypatch, train.main, *tiny)
+    for words in ('out of memory (training step)', 'ried to allocate 20.00 GiB', '--batch_size',
+                  '--activation_checkpointing', '--init_from=resume'):
+        assert words in said
     found = checkpoints.find(tmp_path / 'out')
-    assert found.iter_num == 3 and model_of(found)  # of the last evaluation
+    assert found.iter_num == 4 and model_of(found)
+
+
+@pytest.mark.parametrize(('phase', 'module', 'function'), [
+    ('setup', train, 'build_optimizer'), ('preflight', preflight, 'make'),
+    ('evaluation', train, 'mean_loss'), ('save', checkpoints.Saver, 'save'),
+    ('health check', Health, 'measure')])
+def test_out_of_memory_says_where_it_was(tiny, capsys, monkeypatch, phase, module, function):
+    monkeypatch.setattr(module, function, lambda *_, **__: torch.empty(2**60, dtype=torch.int8))
+    said = fails(capsys, monkeypatch, train.main, *tiny,
+                 f'--check={"auto" if phase == "preflight" else False}')
+    assert f'out of memory ({phase})' in said and '--batch_size' in said

@@ -19,6 +19,7 @@ from helpers import (
     exit_code,
     fails,
     fork,
+    fork_job,
     launch,
     lines,
     one_benchmark,
@@ -31,6 +32,7 @@ import train
 from plaingpt.data.batches import BatchLoader
 from plaingpt.system import distributed as runtime
 from plaingpt.system.distributed import StopRequest
+from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import step_guard
 
@@ -209,6 +211,85 @@ def test_too_many_bad_steps_in_a_row_stop_the_run_with_the_weights_before_them(
     assert found.iter_num == end  # seen when it was saved
     assert same(weights(tmp_path / 'out', end - 4), weights(tmp_path / 'out', end))
     assert found.state['scaler'].get('scale', 1) > 0 and anomalies(tmp_path / 'out')
+
+
+# -----------------------------------------------------------------------------
+# errors in the middle of a run
+
+
+def test_data_that_is_cut_short_in_the_middle_loses_no_step(
+        tiny, char_data, tmp_path, capsys, monkeypatch):
+    data = shutil.copytree(char_data, tmp_path / 'data')
+    tiny = [*tiny, f'--dataset={data}']
+    train.main([*tiny, f'--out_dir={tmp_path}/whole'])
+
+    def cut(n, model, loss):
+        if n == 4:
+            os.truncate(data / 'train.bin', 0)
+        return loss
+    with monkeypatch.context() as patch:
+        change_steps(patch, cut)
+        said = fails(capsys, patch, train.main, *tiny)
+    found = checkpoints.find(tmp_path / 'out')
+    assert found.iter_num >= 4 and f'iteration {found.iter_num} is saved' in said
+    assert 'train.bin' in said and f'--out_dir={tmp_path}/out --init_from=resume' in said
+    shutil.copy(char_data / 'train.bin', data)
+    train.main([*tiny, '--init_from=resume'])
+    assert same(weights(tmp_path / 'out'), weights(tmp_path / 'whole'))
+
+
+@pytest.mark.parametrize('error', [OSError(28, 'No space left on device', 'log'), KeyError('bug')])
+def test_any_error_of_an_evaluation_leaves_the_steps_before_it(
+        tiny, tmp_path, monkeypatch, error):
+    def fail(watching, *_):
+        if watching.run.progress.iter_num:
+            raise error
+    monkeypatch.setattr(train.Watching, 'log', fail)
+    with pytest.raises(type(error)) as raised:
+        train.main(tiny)
+    assert 'iteration 3 is saved' in raised.value.__notes__[0]
+    assert checkpoints.find(tmp_path / 'out').iter_num == 3
+
+
+def test_half_an_update_is_never_saved(tiny, tmp_path, capsys, monkeypatch):
+    build = train.build_optimizer
+
+    def failing(*arguments):
+        def fail(*_):
+            if {group['lr'] for group in optimizer.param_groups} != {0.0} and next(steps) == 5:
+                raise OSError(5, 'in an update')
+        optimizer, steps = build(*arguments), itertools.count(1)
+        optimizer.register_step_post_hook(fail)
+        return optimizer
+    monkeypatch.setattr(train, 'build_optimizer', failing)
+    assert 'in an update' in fails(capsys, monkeypatch, train.main, *tiny)
+    assert checkpoints.find(tmp_path / 'out').iter_num == 3  # of the last evaluation
+
+
+def test_a_save_that_fails_too_does_not_hide_the_first_error(tiny, capsys, monkeypatch):
+    def fail(*_):
+        raise OSError(28, 'No space left on device')
+
+    def first(n, model, loss):
+        raise UserError('the first error')
+    change_steps(monkeypatch, first)
+    monkeypatch.setattr(checkpoints.Saver, 'save', fail)
+    said = fails(capsys, monkeypatch, train.main, *tiny)
+    assert said == 'error: the first error'
+
+
+@pytest.mark.slow
+def test_an_error_of_one_process_ends_all_and_waits_for_none(tiny, tmp_path):
+    def before():
+        def fail(n, model, loss):
+            if n == 5 and train.launched_world().rank:
+                raise UserError('of one process')
+            return loss
+        change_steps(pytest.MonkeyPatch(), fail)
+    pids, logs = fork_job(train.main, 2, tmp_path, *tiny, before=before)
+    assert [exit_code(pid) for pid in pids.values()] == [2, 2]
+    assert 'error: of one process\n' in logs[1].read_text()
+    assert checkpoints.find(tmp_path / 'out').iter_num == 3
 
 
 # -----------------------------------------------------------------------------

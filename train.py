@@ -41,7 +41,7 @@ from plaingpt.system.distributed import (
     print0,
 )
 from plaingpt.system.errors import phase, run_script
-from plaingpt.system.files import lock_output_dir, write_json
+from plaingpt.system.files import lock_output_dir, make_writable, write_json
 from plaingpt.system.formatting import command_for, quoted
 from plaingpt.training import stopwatch
 from plaingpt.training.averaging import averaged, go_on
@@ -262,6 +262,7 @@ def open_outputs(run, group):
     writing = is_main and not config.is_read_only
     saved = start.checkpoint.state if start.resumed else {}
     if writing:
+        make_writable(out_dir / 'checkpoints')
         if archive := archive_previous_run(out_dir, progress.iter_num if start.resumed else -1):
             held = 'later steps' if start.resumed else 'an earlier run'
             print0(f'{out_dir} held {held}: kept in {archive}')

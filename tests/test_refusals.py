@@ -29,6 +29,9 @@ train --dropout=1.0                         → dropout=1.0: must be at least 0 
 train --max_iters=-1                        → max_iters=-1: must be at least 0
 train --out_dir=                            → out_dir is empty
 train --out_dir=text.txt/out --dataset=chars → out_dir
+train --dataset=chars LINE.py out_dir = "a\0b" → out_dir=a\x00b: cannot write there
+train LINE.py dataset = "a\0b"              → NUL
+export run LINE.py dest = "a\0b"            → NUL
 train --device=cuda --dataset=chars         → --device=cpu
 train --parallel=fsdp --dataset=chars       → torchrun
 train --log_to=wandb,mlflow                 → log_to=wandb,mlflow: 'mlflow' is none of

@@ -95,6 +95,8 @@ def explain(error):
         return f'{error.filename}: {error.strerror}' if error.filename else str(error)
     if any(kind.__name__ == 'BackendCompilerFailed' for kind in type(error).__mro__):
         return f'torch.compile failed: {one_line(error)}: give --compile=False'
+    if isinstance(error, ValueError) and 'embedded null' in str(error):
+        return 'the name of a file has a NUL character in it: take it out'
     if is_out_of_memory(error):
         # CUDA's own message is a paragraph: its second sentence says how much.
         tried = re.search(r'[Tt]ried to allocate \S+ \w+', str(error))

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from plaingpt.system.errors import UserError, warn
+from plaingpt.system.formatting import shown
 
 ROOT = Path(__file__).resolve().parents[2]  # where train.py, config/ and references/ are
 
@@ -83,8 +84,9 @@ def make_writable(folder, key='out_dir'):
         probe = Path(folder, '.writable')
         probe.touch()
         probe.unlink()
-    except OSError as e:
-        raise UserError(f'{key}={folder}: cannot write there: {e.strerror}') from None
+    except (OSError, ValueError) as e:  # ValueError: a NUL in the name
+        raise UserError(f'{key}={shown(folder)}: cannot write there: '
+                        f'{getattr(e, "strerror", e)}') from None
 
 
 # -----------------------------------------------------------------------------

@@ -296,6 +296,13 @@ def test_an_error_of_one_process_ends_all_and_waits_for_none(tiny, tmp_path):
 # files
 
 
+def test_a_file_where_checkpoints_belong_is_refused_before_the_first_step(
+        tiny, tmp_path, capsys, monkeypatch):
+    (tmp_path / 'out').mkdir()
+    (tmp_path / 'out/checkpoints').touch()
+    assert 'out/checkpoints' in fails(capsys, monkeypatch, train.main, *tiny)
+
+
 def test_a_final_save_that_fails_is_exit_code_1(tiny, trained, tmp_path, monkeypatch, capsys):
     shutil.copytree(trained, tmp_path / 'out')
     monkeypatch.setattr(checkpoints, 'write_files', Mock(

@@ -266,6 +266,7 @@ def open_outputs(run, group):
         if archive := archive_previous_run(out_dir, progress.iter_num if start.resumed else -1):
             held = 'later steps' if start.resumed else 'an earlier run'
             print0(f'{out_dir} held {held}: kept in {archive}')
+            run.record['went_back_to'] = progress.iter_num if start.resumed else None
         if start.resumed:
             trim_logs(out_dir, progress.iter_num, progress.evaluated)
         write_json(out_dir / 'run.json', run.record)

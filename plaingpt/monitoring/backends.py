@@ -16,14 +16,18 @@ def numbers(row):
 
 
 class Wandb:
-    """A resumed run goes on with the same wandb run, whose server knows which rows it has."""
+    """A resumed run goes on with the same wandb run, whose server knows which rows it has. One that
+    went back begins a new one, since the server takes no step twice."""
 
     name = 'wandb'
 
     def __init__(self, config, run, run_id):
         import wandb
+        notes = None
+        if run_id and run.get('went_back_to'):
+            notes, run_id = f'from iteration {run["went_back_to"]} of run {run_id}', None
         self.run = wandb.init(project=config.wandb_project, name=config.wandb_run_name,
-                              config=run['config'], id=run_id, resume='allow')
+                              notes=notes, config=run['config'], id=run_id, resume='allow')
         self.id, self.close = self.run.id, self.run.finish
 
     def log(self, row):

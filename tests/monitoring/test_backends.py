@@ -35,6 +35,35 @@ def test_a_service_gets_every_number_of_a_run_and_of_a_resumed_one(
             == [(row['iter'], row[key]) for row in lines(tmp_path / 'out', key)]
 
 
+def test_a_run_that_goes_back_is_a_new_one_whose_origin_is_told(tiny, tmp_path, monkeypatch):
+    class Server:  # of wandb, which takes no step of a run twice
+        def __init__(self):
+            self.rows, self.told = {}, {}
+
+        def init(self, id=None, **told):
+            run = self.current = id or f'run{len(self.rows)}'
+            rows = self.rows.setdefault(run, {})
+            self.told.setdefault(run, told)
+            return Mock(id=run, starting_step=1 + max(rows, default=-1), log=self.log)
+
+        def log(self, values, step):
+            rows = self.rows[self.current]
+            assert step >= max(rows, default=0)
+            rows[step] = rows.get(step, {}) | values
+
+    server = Server()
+    monkeypatch.setitem(sys.modules, 'wandb', server)
+    argv = [*tiny, '--wandb_log']
+    train.main(argv)
+    train.main([*argv, '--init_from=resume', '--checkpoint=3', '--learning_rate=1e-4'])
+    train.main([*argv, '--init_from=resume', '--max_iters=8'])
+    assert list(server.rows) == ['run0', 'run1'] and list(server.rows['run0'])[-1] == 6
+    assert 'iteration 3 of run run0' in server.told['run1']['notes']
+    expected = {row['iter']: row['loss'] for row in lines(tmp_path / 'out', 'loss')}
+    assert {step: row['loss'] for step, row in server.rows['run1'].items() if 'loss' in row} \
+        == expected and list(expected) == list(range(1, 9))
+
+
 def test_a_package_that_is_absent_or_fails_stops_no_training(tiny, tmp_path, capsys, monkeypatch):
     refuse = Mock(side_effect=ConnectionError('there is no network'))
     monkeypatch.setitem(sys.modules, 'wandb', Mock(init=refuse))

@@ -14,6 +14,7 @@ from plaingpt.system.formatting import duration, setting
 from plaingpt.training.stopwatch import measure
 
 POINTS, LINES = 10, 20  # evaluations and lines of a run of minutes, at least
+FEWEST = 5  # evaluations, where more of them would have to read less
 SHARE = 0.1  # share of the time that evaluations may take
 WINDOW = 0.1  # share of the time left, after which a run of minutes decides again
 # What a run of minutes decides; a resumed one keeps it.
@@ -31,34 +32,42 @@ def refuse_two_lengths(config, given):
 
 
 def length_of(resumed, config, given):
-    """The TrainConfig of a run that goes on from a Checkpoint. --init_from=resume --minutes=10
-    trains for ten minutes more. Otherwise a run of minutes has the time that is left of it, unless
-    the command line says how many iterations."""
+    """The TrainConfig of a run that goes on from a Checkpoint. Its minutes are those of the whole
+    run: the ones that the command line gives come after those used with --init_from=resume, and
+    include them with auto, whose command torchrun repeats. Where it gives none, and no number of
+    iterations, they stay."""
     saved, left_s = resumed.settings(), resumed.state['left_s']
     if not config.minutes and (left_s is None or 'max_iters' in given):
         return config
+    minutes = config.minutes or saved['minutes']
     if config.minutes and config.init_from == 'resume':
-        left_s = 60 * config.minutes
-    return replace(config, minutes=max(0.0, left_s or 0.0) / 60,
+        minutes += saved['minutes'] - (left_s or 0.0) / 60
+    return replace(config, minutes=minutes,
                    **{key: saved[key] for key in DECIDED if key in saved.keys() - given})
 
 
 def fit_minutes(run, given, forward_backward, update):
     """Measure how many iterations a run of minutes has time for, and give it so many. A new run
-    evaluates POINTS times and for SHARE of the time at most, so it may read fewer batches. given:
-    the settings that the command line names, which stay as they are. Raises UserError where no step
-    of a new run fits."""
+    evaluates for SHARE of the time at most: less often than POINTS times if needed, but FEWEST, and
+    then on fewer batches, but two. given: the settings that the command line names, which stay as
+    they are. Raises UserError where no step of a new run fits."""
     config, resumed = run.config, run.start.checkpoint
-    run.deadline = Deadline(run.start.began + 60 * config.minutes)
+    left_s = 60 * config.minutes
+    if resumed:
+        left_s += (resumed.state['left_s'] or 0.0) - 60 * resumed.settings()['minutes']
+    run.deadline = Deadline(run.start.began + left_s)
     step_s, evaluation_s = measure(run, forward_backward, update)
     seconds = max(0.0, all_gather(run.deadline.left_s(), gloo_group())[0])
     iters = seconds / step_s
     fitted = {'log_interval': min(config.log_interval, int(iters / LINES) or 1)}
     if not resumed:
-        interval = min(config.eval_interval, int(iters / POINTS) or 1)
-        affordable = SHARE * seconds / evaluation_s / (1 + iters / interval)
-        fewer = max(1, int(config.eval_iters * min(1, affordable)))
-        fitted |= {'eval_interval': interval, 'eval_iters': fewer}
+        affordable = SHARE * seconds / evaluation_s - 1  # one comes before the first step
+        interval = config.eval_interval
+        if 'eval_interval' not in given:
+            points = min(max(POINTS, iters / interval), max(FEWEST, affordable))
+            interval = int(iters / points) or 1
+        fewer = max(2, int(config.eval_iters * (1 + affordable) / (1 + iters / interval)))
+        fitted |= {'eval_interval': interval, 'eval_iters': min(config.eval_iters, fewer)}
     config = replace(config, **{key: fitted[key] for key in fitted.keys() - given})
     evaluation_s *= config.eval_iters / run.config.eval_iters
     before = 0 if resumed else evaluation_s  # one comes before the first step
@@ -73,7 +82,8 @@ def fit_minutes(run, given, forward_backward, update):
         end, config = iters, replace(config, warmup_iters=min(config.warmup_iters, iters // 10))
         run.progress.eval_sequences = config.eval_sequences()
     run.config = replace(config, max_iters=end, lr_decay_iters=end)
-    print0(f'{duration(seconds)} are enough for about max_iters={end}, with warmup_iters='
+    of = f' left of {duration(60 * config.minutes)}' if resumed else ''
+    print0(f'{duration(seconds)}{of} are enough for about max_iters={end}, with warmup_iters='
            f'{config.warmup_iters}, eval_interval={config.eval_interval}, '
            f'eval_iters={config.eval_iters}')
 

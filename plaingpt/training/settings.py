@@ -63,7 +63,7 @@ class TrainConfig(GPTConfig):
     learning_rate: NotNegative = 6e-4  # the highest; sgd needs some 100 times AdamW's
     lr_scales: str = ''  # factors on it, such as embedding:8,head:2,vector:4 (head: if untied)
     max_iters: Natural = 600000  # updates of the weights
-    minutes: NotNegative = 0.0  # train this long, not max_iters; when resumed, this much longer
+    minutes: NotNegative = 0.0  # train this long, not max_iters; init_from=resume: this much longer
     weight_decay: NotNegative = 1e-1  # of matrices and embeddings; vectors have none
     beta1: Decay = 0.9  # of AdamW: decay of the mean of gradients
     beta2: Decay = 0.95  # of AdamW: decay of the mean of their squares

@@ -28,7 +28,7 @@ def tiny(tiny, trained):
 # minutes
 
 
-def test_a_run_of_minutes_draws_eight_points_and_evaluates_for_a_tenth_of_the_time(monkeypatch):
+def test_a_run_of_minutes_evaluates_for_a_tenth_of_the_time_and_on_enough_text(monkeypatch):
     before = {'eval_interval': 230, 'log_interval': 50, 'eval_iters': 20}
     fast, slow = (0.01, 0.2), (0.8, 11.0)  # seconds of a step, of an evaluation
 
@@ -46,7 +46,9 @@ def test_a_run_of_minutes_draws_eight_points_and_evaluates_for_a_tenth_of_the_ti
         config, (step_s, evaluation_s) = fitted(minutes, times), times
         evaluations = 1 + math.ceil(config.max_iters / config.eval_interval)
         evaluated_s = evaluations * evaluation_s * config.eval_iters / 20
-        assert evaluations >= 8 <= config.max_iters / config.log_interval
+        assert evaluations >= 5 and config.max_iters / config.log_interval >= 8
+        assert config.eval_iters >= 2  # one batch alone has no standard error
+        assert evaluations < 8 or config.eval_iters >= 10  # fewer come before smaller ones
         assert evaluated_s < max(1.15 * 6 * minutes, 12 * evaluation_s / 20)
         assert config.max_iters * step_s + evaluated_s <= 60 * minutes + 1e-6
         assert config.lr_decay_iters == config.max_iters >= 10 * config.warmup_iters
@@ -126,8 +128,32 @@ def test_a_run_of_minutes_goes_on_to_the_end_that_it_had_unless_the_command_says
     more = resumed('--minutes=0.1')  # which are added
     assert end + 20 < more['iter_num'] == more['config']['lr_decay_iters'] <= end + 30
     assert more['left_s'] < 6
+    assert more['config']['minutes'] == pytest.approx(0.05 - after['left_s'] / 60 + 0.1)
     last = resumed(f'--max_iters={end + 40}')
     assert last['left_s'] is None and last['iter_num'] == end + 40
+
+
+@pytest.mark.parametrize(('command', 'saved', 'left_s', 'expected'), [
+    # a run of 10 minutes that has 240 s left, or none: (init_from, minutes) → (minutes, seconds)
+    (('auto', 10), 10, 240, (10, 240)), (('auto', 13), 10, 240, (13, 420)),
+    (('auto', 13), 10, -0.5, (13, 179.5)), (('auto', 10), 10, -0.5, (10, -0.5)),
+    (('auto', 5), 10, 240, (5, -60)), (('auto', 0), 10, 240, (10, 240)),
+    (('resume', 0), 10, 240, (10, 240)), (('resume', 3), 10, 0, (13, 180)),
+    (('resume', 3), 10, 240, (9, 180)), (('auto', 9), 9, 180, (9, 180)),
+    (('auto', 2), 0, None, (2, 120))])
+def test_minutes_are_those_of_the_whole_run_with_auto_and_more_of_them_with_resume(
+        command, saved, left_s, expected, monkeypatch):
+    monkeypatch.setattr(deadline, 'time', SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(deadline, 'measure', lambda *_: (0.1, 0.1))
+    checkpoint = SimpleNamespace(iter_num=9, state={'left_s': left_s},
+                                 settings=lambda: {'minutes': saved})
+    init_from, minutes = command
+    config = deadline.length_of(
+        checkpoint, TrainConfig(init_from=init_from, minutes=minutes), {'minutes'})
+    run = SimpleNamespace(config=config, start=SimpleNamespace(checkpoint=checkpoint, began=0.0))
+    deadline.fit_minutes(run, {'minutes'}, None, None)
+    assert (run.config.minutes, run.deadline.left_s()) == pytest.approx(expected)
+    assert (run.config.max_iters > 9) == (run.deadline.left_s() > 0)
 
 
 def test_minutes_that_are_too_few_are_refused_and_nothing_is_written(

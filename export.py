@@ -44,6 +44,7 @@ def model_card(name, architecture, model, source, state):
     without paths of this machine. state: state.json of a run's checkpoint, or {}"""
     c = model.config
     code = ', trust_remote_code=True' if architecture == OWN_CODE else ''
+    error = f' ± {state["val_loss_stderr"]:.4f}' if state.get('val_loss_stderr') else ''
     facts = {
         'shape': f'{c.n_layer} layers, {c.n_head} heads, {c.n_embd} channels, '
                  f'{c.block_size} tokens of context, vocabulary {c.vocab_size:,}, '
@@ -52,7 +53,7 @@ def model_card(name, architecture, model, source, state):
         'trained on': state and ', '.join(
             Path(each).name for each in read_names(state['config']['dataset'])),
         'iterations': state.get('iter_num'),
-        'validation loss': state.get('val_loss') and f'{state["val_loss"]:.4f} nats a token'}
+        'validation loss': state.get('val_loss') and f'{state["val_loss"]:.4f}{error} nats a token'}
     table = ''.join(f'| {fact} | {value} |\n' for fact, value in facts.items() if value)
     return f'''---
 library_name: transformers

@@ -63,7 +63,9 @@ def describe(name, rows, run):
              f'{duration(last["elapsed_s"])}']
     if evaluations := rows_with(rows, 'val_loss'):
         best = min(evaluations, key=lambda row: row['val_loss'])
-        parts.append(f'validation {evaluations[-1]["val_loss"]:.4f}, at best '
+        error = evaluations[-1].get('val_loss_stderr')
+        parts.append(f'validation {evaluations[-1]["val_loss"]:.4f}'
+                     f'{f" ± {error:.4f}" if error else ""}, at best '
                      f'{best["val_loss"]:.4f} at iteration {best["iter"]}')
     if 'ending' in run:
         parts.append(run['ending'])

@@ -154,6 +154,7 @@ class Watching:
         if all(each is not None for _, each in of_val):
             error = math.sqrt(sum((part.weight * each)**2 for part, (_, each)
                                   in zip(run.dataset.parts, of_val, strict=True)))
+        run.progress.val_stderr = error
         run.metrics.evaluation(iter_num, train_loss, val_loss, is_best, text, error)
         if scores:
             from plaingpt.inference.lm_eval_model import quote_scores

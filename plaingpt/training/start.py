@@ -213,6 +213,7 @@ class Progress:
     evals_since_best: int = 0
     evaluated_at: int | None = None  # the iteration of the last evaluation
     val_loss: float | None = None  # what it measured
+    val_stderr: float | None = None  # its standard error
     saved_at: int | None = None  # the iteration of the last checkpoint
     saved_evaluated: bool = False  # that checkpoint has its evaluation
     updating: bool = False  # the weights may be changed in part
@@ -236,6 +237,7 @@ class Progress:
         """What a checkpoint of this iteration keeps, as JSON."""
         return {'iter_num': self.iter_num, 'evaluated': self.evaluated,
                 'val_loss': finite(self.val_loss) if self.evaluated else None,
+                'val_loss_stderr': finite(self.val_stderr) if self.evaluated else None,
                 'best_val_loss': finite(self.best_val_loss),
                 'evals_since_best': self.evals_since_best, 'eval_sequences': self.eval_sequences}
 

@@ -192,7 +192,8 @@ def test_a_run_goes_out_with_the_facts_of_it_and_another_starts_from_the_folder(
     assert state['model']['conv'] == 4
     card = (tmp_path / 'a/README.md').read_text()
     state = json.loads((tmp_path / 'out/checkpoints/iter-00000006/state.json').read_text())
-    assert f'| {state["val_loss"]:.4f} nats a token |' in card and '| code_char |' in card
+    loss = f'{state["val_loss"]:.4f} ± {state["val_loss_stderr"]:.4f}'
+    assert f'| {loss} nats a token |' in card and '| code_char |' in card
     assert str(tmp_path) not in card and str(char_data.parent) not in card
     assert yaml.safe_load(card.split('---')[1])['library_name'] == 'transformers'
 

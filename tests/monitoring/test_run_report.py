@@ -15,8 +15,9 @@ from plaingpt.monitoring.run_record import read_rows, read_run
 def test_a_report_says_what_came_of_a_run(tiny, tmp_path):
     train.main([*tiny, '--report=True', '--max_iters=9'])
     rows, text = lines(tmp_path / 'out', 'val_loss'), (tmp_path / 'out/report.md').read_text()
-    best = min(row['val_loss'] for row in rows)
-    for words in (f'validation {rows[-1]["val_loss"]:.4f}, at best {best:.4f}', 'has no reference',
+    last, best = rows[-1], min(row['val_loss'] for row in rows)
+    for words in (f'validation {last["val_loss"]:.4f} ± {last["val_loss_stderr"]:.4f}',
+                  f'at best {best:.4f}', 'has no reference',
                   'iteration 9, 1,152 tokens', 'all iterations are done', '(loss.png)',
                   'After 0 iterations it wrote', 'After 9 iterations it wrote'):
         assert words in text, words

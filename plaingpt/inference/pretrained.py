@@ -110,8 +110,8 @@ class Pretrained:
         Raises UserError."""
         vocab_size = self.config.vocab_size
         gpt2 = {'kind': 'gpt2'} if vocab_size == 50257 else None
-        if self.nanogpt or not (self.path.is_dir() or is_hub_name(self.source)):
-            return gpt2  # OpenAI's names: tiktoken has what their tokenizer.json says
+        if self.nanogpt or (gpt2 and self.source in PRETRAINED and not self.path.is_dir()):
+            return gpt2  # tiktoken has what the tokenizer.json of OpenAI's models says
         return read_tokenizer(self.folder, vocab_size) or gpt2
 
 

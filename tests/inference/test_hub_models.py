@@ -78,7 +78,8 @@ def test_every_command_takes_a_model_by_its_name(name, hub, small, text_file, ca
 
 
 def test_tokens_of_the_gpt2_tokenizer_are_those_of_gpt2_on_the_hub(gpt2):
-    description = open_pretrained('gpt2').tokenizer_json()
+    assert open_pretrained('gpt2').tokenizer_json() == {'kind': 'gpt2'}
+    description = open_pretrained('openai-community/gpt2').tokenizer_json()
     assert description['kind'] == 'foreign' and words_of(description) == {'kind': 'gpt2'}
     changed = description['files']['tokenizer.json'].replace('"Ġthe"', '"Ġteh"')
     assert words_of({**description, 'files': {'tokenizer.json': changed}}) == changed

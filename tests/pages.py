@@ -25,7 +25,7 @@ SHELL = ('echo', 'cat', 'cp', 'ls', 'mkdir', 'export', 'curl', 'hf')
 LEFT_OUT = {  # pattern of a command: why no test runs it
     r'make (quickstart|test|test-slow|torture)\b': 'runs other commands of the pages, or the tests',
     r'python -m venv|pip install': 'installs packages; test_install.py compares their versions',
-    r'wandb login': 'asks for a password',
+    r'wandb login|hf auth login': 'asks for a password',
     r'tensorboard --logdir|transformers serve|llama-': 'another program, which reads our files',
     r'git clone|python tools/compare.py': 'needs another repository, and minutes',
     r'python data/openwebtext/prepare.py': "is nanoGPT's",

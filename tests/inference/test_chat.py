@@ -99,11 +99,12 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(talk, chat_model, monkeypatch)
 
 @pytest.mark.slow
 def test_the_page_on_chats_leads_to_a_model_that_adds(
-        after_readme, tmp_path, monkeypatch):  # noqa: F811
+        after_readme, trained, tmp_path):  # noqa: F811
     folder = tmp_path / 'plaingpt'
     shutil.copytree(after_readme, folder, symlinks=True)
-    assert not follow('docs/chat.md', folder, monkeypatch, slow=True)
-    model = plaingpt.load(folder / 'out-chat')
+    follow('docs/chat.md', folder, trained)
+    # out-chat was the README's before, and is the one of other models after
+    model = plaingpt.load(folder / 'out-chat/old-002')
     right = [model.answer(ask(f'How much is {a} plus {b}?', '')[:1], temperature=0)
              == f'It is {a + b}.' for a, b in product((2, 5, 7), (3, 4, 8))]
     assert sum(right) >= 8, right

@@ -19,8 +19,7 @@ def run_chat(generator, settings):
     with suppress(ImportError):  # Windows' terminal edits lines itself
         import readline  # noqa: F401  (gives input() line editing and history)
     print('/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer')
-    start = [{'role': 'system', 'content': settings.system}] if settings.system else []
-    messages = start
+    messages = start = [{'role': 'system', 'content': settings.system}]
     while True:
         try:
             line = input('> ')

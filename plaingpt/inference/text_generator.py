@@ -3,6 +3,7 @@
 import codecs
 import sys
 import time
+from bisect import bisect_left
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -45,9 +46,32 @@ def list_stops(stop):
     return stops
 
 
+def parse_history(messages):
+    """As parse_messages, for what clients of OpenAI's API send: a role may be `developer`, which is
+    system's newer name, a message may have a `name`, and what is not the user's may be empty."""
+    from plaingpt.data.chat_tokenizer import MARK
+    from plaingpt.data.conversations import ROLES, parse_messages
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        return parse_messages(messages, 'messages')  # which says what is wrong
+    messages = [{**each, 'name': None} for each in messages
+                if not is_blank(each, 'system', 'developer')]
+    for each in messages:
+        if is_blank(each, 'assistant'):
+            each['content'] = MARK  # parse_messages refuses a blank text; no tokenizer reads MARK
+    return parse_messages(messages, 'messages', roles={**ROLES, 'developer': 'system'})
+
+
+def is_blank(message, *roles):
+    """Whether a message of one of these roles says nothing."""
+    content = message.get('content')
+    return message.get('role') in roles and (
+        not content.strip() if isinstance(content, str) else
+        content in (None, [], [{'type': 'text', 'text': ''}]))
+
+
 class StreamDecoder:
     """Decodes one row's tokens as they come, and calls `show` with each new piece of text: whole
-    characters only, and nothing of a stop string or after it. Where it returns True, all ends."""
+    characters only, and nothing of a stop string or after it."""
 
     def __init__(self, tokenizer, stop=(), show=None):
         self.tokenizer, self.stop, self.show = tokenizer, stop, show
@@ -63,16 +87,18 @@ class StreamDecoder:
         if stops:
             self.text = self.text[:min(stops)]
             self.bytes.reset()
-        held_back = max((n for stop in self.stop for n in range(1, len(stop))
-                         if self.text.endswith(stop[:n])), default=0)  # it may begin a stop string
-        is_enough = self.release(len(self.text) - held_back)
-        return bool(stops or is_enough)
+        end = self.shown  # what comes after it may begin a stop string
+        while end < len(self.text) and not any(
+                stop.startswith(self.text[end:]) for stop in self.stop):
+            end += 1
+        self.release(end)
+        return bool(stops)
 
     def release(self, end):
-        """Show the text up to here → whether that is enough."""
+        """Show the text up to here."""
         if self.show and end > self.shown:
-            begin, self.shown = self.shown, end
-            return self.show(self.text[begin:end])
+            self.show(self.text[self.shown:end])
+        self.shown = end
 
     def finish(self):
         """→ the whole text; a character that was never completed is U+FFFD."""
@@ -88,6 +114,7 @@ class TextGenerator:
         self.model, self.tokenizer = model, tokenizer
         self.context, self.compiled = context or nullcontext(), compiled
         self.tokens, self.seconds = 0, 0.0  # generated so far, and the time it took
+        self.cancelled = False  # another thread sets it to end what is being written
 
     def generate(self, prompt, stop=(), **sampling):
         """Continue a text → the text after it; of a list of texts, a list.
@@ -107,14 +134,12 @@ class TextGenerator:
         For models that were tuned on conversations. stop, sampling: see generate(). If the
         context is too short, the oldest turns are left out. UserError
         """
-        from plaingpt.data.conversations import parse_messages
-        ids, sampling = self.prepare_answer(parse_messages(messages, 'messages'),
-                                            checked(Sampling, sampling))
+        ids, sampling = self.prepare_answer(messages, checked(Sampling, sampling))
         [text] = self.write([ids], [0], sampling, stop)
         return text
 
     def prepare_answer(self, messages, sampling):
-        """Messages, as parse_messages gives them, and a Sampling → (ids to continue, a Sampling
+        """Messages, of which parse_history says more, and a Sampling → (ids to continue, a Sampling
         of an answer that has room behind them).
 
         A quarter of block_size is kept free for the answer, or max_new_tokens if that is less: the
@@ -123,14 +148,18 @@ class TextGenerator:
         if not is_chat(self.tokenizer):
             raise UserError('messages: this model was not tuned on conversations, so it goes on '
                             'from a prompt alone (/v1/completions): see docs/chat.md')
+        messages = parse_history(messages)
         if messages[-1]['role'] != 'user':
             raise UserError('messages: the last one must be of the user, to be answered')
         block_size = self.model.config.block_size
         users = [i for i, message in enumerate(messages) if message['role'] == 'user']
-        for first in users:
-            ids = self.tokenizer.encode_prompt(messages[:users[0]] + messages[first:]).tolist()
-            if len(ids) <= block_size - min(sampling.max_new_tokens, block_size // 4):
-                break
+
+        def encode_from(first):
+            return self.tokenizer.encode_prompt(messages[:users[0]] + messages[first:]).tolist()
+
+        most = block_size - min(sampling.max_new_tokens, block_size // 4)
+        left_out = bisect_left(users[:-1], True, key=lambda i: len(encode_from(i)) <= most)
+        ids = encode_from(users[left_out])
         if len(ids) > block_size:
             raise UserError(f'the message has {len(ids):,} tokens with what the system says, and '
                             f'the model reads at most {block_size:,}: write less')
@@ -151,8 +180,7 @@ class TextGenerator:
 
         numbers: of each text; with sampling.seed it decides the text's random numbers
         sampling: a Sampling
-        stop: as of generate; show: called with each piece of the one text there is, and True from
-        it ends the text
+        stop: as of generate; show: called with each piece of the one text there is
         """
         stops = list_stops(stop)
         decoders = [StreamDecoder(self.tokenizer, stops, show) for _ in prompts]
@@ -161,7 +189,7 @@ class TextGenerator:
         ends, began = self.tokenizer.ends, time.perf_counter()
 
         def on_token(row, token):
-            if token in ends:
+            if token in ends or self.cancelled:
                 return True
             self.tokens += 1
             return decoders[row].add(token)

@@ -12,6 +12,7 @@ from test_docs import after_readme, follow  # noqa: F401  (a fixture)
 
 import plaingpt
 import sample
+from plaingpt.data.chat_tokenizer import ChatTokenizer
 from plaingpt.inference.text_generator import Sampling, TextGenerator
 from plaingpt.system.errors import UserError
 
@@ -71,6 +72,41 @@ def test_a_full_context_loses_the_oldest_turns_and_keeps_the_system(generator):
     assert CHAT.decode(ids).startswith('<|conversation|><|system|>Be kind.<|end|><|user|>hi<|end|>')
 
 
+def test_a_long_history_is_tokenized_a_few_times_only(generator, monkeypatch):
+    lengths = []
+
+    def encode_prompt(messages):
+        ids = ChatTokenizer.encode_prompt(generator.tokenizer, messages)
+        lengths.append(len(ids))
+        return ids
+    monkeypatch.setattr(generator.tokenizer, 'encode_prompt', encode_prompt)
+    said = ask(*['hi', 'Hello there.'] * 1000, 'hi', '')[:-1]
+    ids, _ = generator.prepare_answer(said, Sampling(max_new_tokens=70))
+    turn = len(CHAT.encode_prompt(said[:3])) - len(CHAT.encode_prompt(said[:1]))
+    assert 96 * 3 // 4 - turn < len(ids) <= 96 * 3 // 4  # one more turn has no room
+    assert len(lengths) < 20
+
+
+def test_a_history_is_read_as_openais_clients_send_it(generator):
+    def ids(*messages):
+        return generator.prepare_answer([*messages], Sampling(max_new_tokens=1))[0]
+
+    hi, answer = ask('hi', 'Hello there.')
+    assert ids(SYSTEM | {'role': 'developer'}, hi) == ids(SYSTEM, hi)
+    assert ids(hi | {'name': 'Bob'}) == ids(hi)
+    silent = ids(hi, answer | {'content': ''}, hi)
+    assert len(silent) == len(ids(hi, answer, hi)) - len(answer['content'])
+    for nothing in ' \n', None, [], [{'type': 'text', 'text': ''}]:
+        assert ids({'role': 'system', 'content': nothing}, hi) == ids(hi)
+        assert ids(hi, answer | {'content': nothing}, hi) == silent
+        with pytest.raises(UserError, match='message 1'):
+            ids(hi | {'content': nothing})
+    with pytest.raises(UserError, match='no messages'):
+        ids(SYSTEM | {'content': ''})
+    with pytest.raises(UserError, match='message 2'):
+        ids(hi, answer | {'content': None, 'tool_calls': [{}]}, hi)
+
+
 def test_messages_that_cannot_be_answered_are_refused(generator, trained):
     for messages, words in (
             ([], 'no messages'), (ask('hi', 'a'), 'must be of the user'),
@@ -95,6 +131,11 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(talk, chat_model, monkeypatch)
     monkeypatch.setattr(TextGenerator, 'write', interrupted)
     assert talk(chat_model, 'def', KeyboardInterrupt, 'x') == [
         'half …', '', '/quit or Ctrl-D leaves', 'half …', '']
+
+
+def test_a_chat_goes_on_after_an_empty_answer(talk, chat_model, generator):
+    told = talk(chat_model, 'hi', 'long', options=[GREEDY, '--stop=Hello', '--system= '])
+    assert told == ['', answered(generator, 'hi', '', 'long').partition('Hello')[0], '']
 
 
 @pytest.mark.slow

@@ -2,14 +2,18 @@
 
 The real step runs on tensors without data, under torch's memory tracker. In each phase, the memory
 of each owner grows linearly with the number of layers and with the batch. So four small steps, of
-two depths and two batches, give any other. A changed model or optimizer needs no change here, as
+two depths and two batches, give any other. It is at most quadratic in the length of a sequence,
+so long ones follow from three shorter ones. A changed model or optimizer needs no change here, as
 long as its layers are alike.
 """
 
 import gc
+import math
+from bisect import bisect
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from fractions import Fraction
 from itertools import product
 from unittest import mock
 
@@ -31,6 +35,7 @@ except ImportError:  # a version of torch that has moved it
 
 CUDA_OVERHEAD = GIB  # for CUDA's context and fragmentation: an allowance, not a measurement
 DEPTHS = (2, 4)  # even, so that layers of two kinds in turn are planned too
+LENGTHS = (8, 12, 16)  # chunks of the loss in a sequence: a trace takes long where they are many
 OWNERS = {'Parameter': 'weights', 'Buffer': 'weights', 'Gradient': 'gradients',
           'Optstate': 'optimizer'}  # as the tracker calls them; all else is activations
 MIDDLE = 'backward of a middle block'  # not planned: it holds something between its neighbours
@@ -169,21 +174,23 @@ def predict(shape, config, dtype, device_type):
     chunk = chunk_size('auto', config.batch_size * shape.block_size, shape.vocab_size, device_type)
     full, rest = divmod(chunk, shape.block_size)
     of_chunk = max(1, full + bool(rest))
-    depths = line(shape.n_layer, *DEPTHS)
-    batches = line(config.batch_size, *((1, full) if config.batch_size < of_chunk else
-                                        (of_chunk, of_chunk + 1)))
+    depths = through(shape.n_layer, *DEPTHS)
+    lengths = through(shape.block_size, *(chunk * n for n in LENGTHS))
+    batches = through(config.batch_size, *((1, full) if config.batch_size < of_chunk else
+                                           (of_chunk, of_chunk + 1)))
 
     def phases(config, batches, **how):
         found = {}
-        for (n_layer, a), (batch_size, b) in product(depths.items(), batches.items()):
+        for n_layer, block_size, batch_size in product(depths, lengths, batches):
+            share = depths[n_layer] * lengths[block_size] * batches[batch_size]
             # What does not change memory has one value, so that one trace serves many plans.
             alike = replace(config, batch_size=batch_size, gradient_accumulation_steps=1,
                             total_batch_size=0, parallel='auto', seed=0)
-            for phase, held in trace(replace(shape, n_layer=n_layer), alike, dtype, device_type,
-                                     chunk=chunk, **how).items():
+            small = replace(shape, n_layer=n_layer, block_size=block_size)
+            for phase, held in trace(small, alike, dtype, device_type, chunk=chunk, **how).items():
                 for owner, size in held.items():
                     of_phase = found.setdefault(phase, Counter())
-                    of_phase[owner] += a * b * size
+                    of_phase[owner] += share * size
         return {phase: {owner: round(size) for owner, size in held.items()}
                 for phase, held in found.items() if phase != MIDDLE}
 
@@ -200,12 +207,12 @@ def predict(shape, config, dtype, device_type):
     return Plan(found, CUDA_OVERHEAD if device_type == 'cuda' else 0)
 
 
-def line(n, low, high):
-    """The line through the values at two points, at n → {low: share, high: share} of these values.
-    If n is one of the points, or smaller, its own value is used: {n: 1}."""
-    if n <= low or n == high:
+def through(n, *points):
+    """The polynomial through the values at some points, at n → {point: share of its value}
+    (Lagrange's formula). If n is one of the points, or smaller, its own value is used: {n: 1}."""
+    if n <= points[0] or n in points:
         return {n: 1}
-    return {low: (high - n) / (high - low), high: (n - low) / (high - low)}
+    return {p: math.prod(Fraction(n - q, p - q) for q in points if q != p) for p in points}
 
 
 def shares(alone, gathered, shape, config, dtype):
@@ -237,18 +244,22 @@ def shares(alone, gathered, shape, config, dtype):
 
 
 def micro_batches(config):
-    """The sizes that divide a process's sequences of a step, the largest first."""
+    """The sizes that divide a process's sequences of a step, the smallest first."""
     sequences = config.total_batch_size // (config.block_size * config.world_size())
-    return [n for n in range(sequences, 0, -1) if sequences % n == 0]
+    tried = min(math.isqrt(sequences), 2**20)  # finds all divisors of up to 2**40 sequences
+    small = [n for n in range(1, tried + 1) if sequences % n == 0]
+    return sorted({*small, *(sequences // n for n in small)})
 
 
 def largest_batch(shape, config, dtype, device_type, available):
     """→ the largest of the micro_batches that fits `available` bytes by plan; 0 where none does"""
-    for n in micro_batches(config):
-        plan = predict(shape, replace(config, batch_size=n), dtype, device_type)
-        if plan.total <= available:
-            return n
-    return 0
+    def total(n):
+        return predict(shape, replace(config, batch_size=n), dtype, device_type).total
+
+    if total(1) > available:  # before larger ones are traced
+        return 0
+    sizes = micro_batches(config)
+    return sizes[bisect(sizes, available, key=total) - 1]
 
 
 def choose_parallel(config, shape, dtype, device_type, available):
@@ -286,8 +297,8 @@ def fit(config, shape, dtype, device, available):
         raise UserError(
             f'batch_size={config.batch_size}, n_layer={shape.n_layer}, n_embd={shape.n_embd}: a '
             f'step takes {gib(plan.total)}, its weights, gradients and optimizer states alone '
-            f'{gib(kept)}, and {gib(available)} are free: choose smaller sizes, or see what '
-            f'{command_for("plan")} says of --activation_checkpointing=full')
+            f'{gib(kept)}, and {gib(available)} are free: choose smaller sizes; '
+            f'{command_for("plan")} with the same settings says what fits')
     return config
 
 
@@ -302,7 +313,7 @@ def with_planned_batch(config, shape, dtype, device, available):
         trial = replace(config, batch_size=batch_size)
         if all(all_gather(step_fits(shape, trial, dtype, device), gloo_group())):
             break
-        batch_size = next((n for n in micro_batches(config) if n <= batch_size // 2), 0)
+        batch_size = max((n for n in micro_batches(config) if n <= batch_size // 2), default=0)
     if not batch_size:
         raise UserError(f'batch_size=auto: not even 1 fits into {gib(available)} on {device}: '
                         'choose a smaller model or --activation_checkpointing=full')

@@ -73,6 +73,36 @@ def test_a_step_is_predicted(shape, device, dtype, step):
         assert plan.totals[phase] == pytest.approx(found[phase], rel=0.1), phase
 
 
+@pytest.mark.parametrize('shape', [{}, {'rotary': True, 'document_attention': True,
+                                        'document_start': 0}])
+def test_a_long_sequence_is_predicted_from_shorter_ones(shape, monkeypatch):
+    shape = GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=8000, vocab_size=5000, **shape)
+    where, lengths, trace = (shape, settings(shape, 1), 'float32', 'cpu'), [], memory.trace
+    monkeypatch.setattr(memory, 'trace', lambda small, *more, **how: (
+        lengths.append(small.block_size) or trace(small, *more, **how)))
+    plan = predict(*where)
+    assert max(lengths) < 4000
+    for phase, held in traced(*where).items():
+        if phase in plan.totals:
+            assert plan.totals[phase] == pytest.approx(sum(held.values()), rel=0.1), phase
+
+
+def test_what_does_not_depend_on_the_batch_stays_the_same_with_the_largest_one():
+    few, many = (predict(SHALLOW, settings(SHALLOW, n), 'float32', 'cuda') for n in (8, 2**62))
+    for owner in ('weights', 'gradients', 'optimizer'):
+        assert few.phases['between steps'][owner] == many.phases['between steps'][owner]
+
+
+def test_micro_batches_are_all_divisors_of_a_step_however_large_it_is():
+    def found(sequences):
+        config = settings(SHALLOW, 'auto', total_batch_size=sequences * SHALLOW.block_size)
+        return memory.micro_batches(config)
+
+    for sequences in (1, 2, 36, 480):
+        assert found(sequences) == [n for n in range(1, sequences + 1) if sequences % n == 0]
+    assert len(found(10**12)) == 13 * 13 and found(10**30)[-1] == 10**30
+
+
 def test_the_states_of_optimizers_are_planned_and_no_random_number_is_drawn():
     random = rng_state(CPU)
     for kind, low, high in (('adamw', 2, 2), ('sgd', 1, 1), ('muon', 1, 2)):

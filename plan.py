@@ -6,7 +6,7 @@
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -22,12 +22,15 @@ from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.settings import NotNegative, TrainConfig
 from plaingpt.training.start import Start
 
+COUNTED_DEPTHS = (100, 102)  # parameters of a deeper model follow from these
+
 
 @dataclass
 class PlanConfig(TrainConfig):
+    """The settings of a plan. Those that are without repr do not change a trace of a step."""
     # plan
     gpu_memory_gb: NotNegative = 0.0  # memory of each GPU; 0: this machine
-    processes: Positive = 1  # that share a step, one on each GPU
+    processes: Positive = field(default=1, repr=False)  # that share a step, one on each GPU
 
     def world_size(self):
         return self.processes
@@ -52,6 +55,26 @@ def resolve(config, shape, dtype, device_type, available):
     return replace(config, batch_size=memory.largest_batch(shape, config, *where) or 1)
 
 
+def options_that_fit(shape, config, dtype, device_type, available):
+    """→ the options of the largest batch_size that fits and keeps the tokens of a step, or ''. If
+    not even 1 fits, activation checkpointing is added, and then up to 1,024 times as many GPUs."""
+    changes = [{}, {'activation_checkpointing': 'selective'}, {'activation_checkpointing': 'full'}]
+    if device_type == 'cuda':
+        changes += [{'processes': config.processes * 2**n, 'parallel': 'fsdp', **changes[-1]}
+                    for n in range(11)]
+    for change in changes:
+        processes = change.get('processes', config.processes)
+        sequences = -(-config.accumulation() * config.batch_size // processes) * processes
+        tokens = {'total_batch_size': sequences * config.block_size}
+        n = memory.largest_batch(shape, replace(config, **change, **tokens), dtype, device_type,
+                                 available)
+        if n:
+            change |= {'batch_size': n, 'gradient_accumulation_steps': sequences // n}
+            change |= tokens if config.total_batch_size else {}
+            return ' '.join(f'--{name}={value}' for name, value in change.items())
+    return ''
+
+
 def print_memory(shape, config, dtype, device_type, available):
     """Print the plan of a step → it."""
     plan = memory.predict(shape, config, dtype, device_type)
@@ -64,6 +87,13 @@ def print_memory(shape, config, dtype, device_type, available):
         print(f'  {gib(plan.overhead):>12}  CUDA context and fragmentation, an allowance')
     print(f'  {gib(plan.total):>12}  in all: '
           f'{"fits" if plan.total <= available else "does NOT fit"} in {gib(available)}')
+    if device_type == 'cpu':
+        print('on a CPU a plan cannot know all: it counts tensors; Python and torch take some 0.3 '
+              'GiB more, freed blocks that malloc keeps often half as much again (bench.py tells)')
+    if plan.total > available:
+        print('what fits:', options_that_fit(shape, config, dtype, device_type, available)
+              or 'nothing, not even batch_size=1 with activation_checkpointing=full: choose a '
+                 'smaller model or block_size')
     print('by phase: ' + ', '.join(f'{phase} {gib(size)}' for phase, size in plan.totals.items()))
     kinds = {kind: memory.predict(shape, replace(config, activation_checkpointing=kind), dtype,
                                   device_type).total for kind in RECOMPUTED}
@@ -74,16 +104,20 @@ def print_memory(shape, config, dtype, device_type, available):
 
 def print_run(shape, config, tokens, source, seconds):
     """Print how many tokens the run reads, and its time. seconds: of a step, or None"""
-    with torch.device('meta'):
-        gpt = GPT(shape)
-    total, parameters = config.max_iters * config.step_tokens(), gpt.num_parameters()
+    parameters = flops = 0
+    for n_layer, share in memory.through(shape.n_layer, *COUNTED_DEPTHS).items():
+        with torch.device('meta'):
+            gpt = GPT(replace(shape, n_layer=n_layer))
+        parameters += share * gpt.num_parameters()
+        flops += share * gpt.flops_per_token()
+    parameters, total = round(parameters), config.max_iters * config.step_tokens()
     print(f'tokens: {config.step_tokens():,} a step, {short(total)} in all, '
           f'{total / parameters:.3g} for each of {parameters:,} parameters')
     print(f'  {source}: ' + (f'{short(tokens)} tokens, {total / tokens:.3g} epochs' if tokens else
                              f'a vocabulary of {shape.vocab_size:,} is assumed'))
     took = f', {duration(config.max_iters * seconds)} as a step takes here' if seconds else ''
     print(f'time: {count_of(config.max_iters, "iteration")}, '
-          f'{gpt.flops_per_token() * total:.3g} FLOPs{took}')
+          f'{float(flops * total):.3g} FLOPs{took}')
 
 
 def main(argv):
@@ -91,7 +125,7 @@ def main(argv):
     config = load_config(PlanConfig, argv, __doc__, read_saved=start.read)
     shape, tokens, source = planned_shape(config, start)
     device, dtype, available = find_machine(config, shape)
-    print('following a step on tensors without data …', file=sys.stderr, flush=True)
+    print('simulating a step on tensors without data …', file=sys.stderr, flush=True)
     config = resolve(config, shape, dtype, device.type, available)
     plan = print_memory(shape, config, dtype, device.type, available)
     measures = not config.gpu_memory_gb and config.processes == 1 and plan.total <= available

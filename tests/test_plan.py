@@ -6,9 +6,10 @@ import pytest
 import torch
 from helpers import ROOT
 
+import model
 import plan
 from configurator import load_config
-from model import GPTConfig
+from model import GPT, GPTConfig
 from plaingpt.experiments import speed
 from plaingpt.experiments.speed import planned_shape
 from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES
@@ -44,6 +45,49 @@ def test_the_table_adds_up_and_the_batch_that_is_chosen_fits(capsys, monkeypatch
     assert ', fsdp;' in out and ' fits in' in out and shared < total
 
 
+@pytest.mark.parametrize(('argv', 'share', 'helps'), [
+    ([], 0.8, '--batch_size='),
+    (['--total_batch_size=0', '--gradient_accumulation_steps=24'], 0.8, '--batch_size='),
+    (['--processes=8', '--parallel=ddp'], 0.8, '--batch_size='),
+    (['--activation_checkpointing=none', '--batch_size=1', '--vocab_size=100'], 0.98,
+     '--activation_checkpointing='),
+    (['--batch_size=1', '--vocab_size=100'], 0.95, '--processes=')])
+def test_where_a_plan_does_not_fit_the_options_that_it_names_do_and_a_larger_batch_does_not(
+        argv, share, helps, capsys, monkeypatch):
+    monkeypatch.setattr(plan, 'RECOMPUTED', ['full'])  # fewer traces
+
+    def planned(*options):
+        plan.main([*GPT2, *argv, *options])
+        out = capsys.readouterr().out
+        total = float(re.search(r'([\d.]+) GiB  in all', out)[1])
+        return out, total, re.search(r'[\d,]+ a step', out)[0]
+
+    _, total, tokens = planned('--gpu_memory_gb=80')
+    memory = f'--gpu_memory_gb={share * total}'
+    out, *_ = planned(memory)
+    options = re.search('^what fits: (--.*)', out, re.M)[1].split()
+    assert 'does NOT fit' in out and options[0].startswith(helps)
+    again, _, tokens_then = planned(memory, *options)
+    assert ' fits in' in again and 'what fits' not in again and tokens_then == tokens
+    batch_size, steps = (int(re.search(rf'--{name}=(\d+)', ' '.join(options))[1])
+                         for name in ('batch_size', 'gradient_accumulation_steps'))
+    more, *_ = planned(memory, *options, f'--batch_size={2 * batch_size}',
+                       f'--gradient_accumulation_steps={steps // 2}')
+    assert 'does NOT fit' in more
+
+
+def test_of_a_model_that_is_too_deep_only_a_few_layers_are_made(capsys, monkeypatch):
+    made, block = [], model.Block
+    monkeypatch.setattr(model, 'Block', lambda config: made.append(config) or block(config))
+    monkeypatch.setattr(plan, 'RECOMPUTED', ['full'])  # fewer traces
+    plan.main([*GPT2, '--n_layer=100000', '--device=cpu', '--dtype=float32'])
+    out = capsys.readouterr().out
+    assert 'does NOT fit' in out and 'what fits: nothing' in out and len(made) < 500
+    shape = load_config(PlanConfig, GPT2).gpt_config(50257)
+    two, four = (GPT(replace(shape, n_layer=n)).num_parameters() for n in (2, 4))
+    assert f'each of {two + 49_999 * (four - two):,} parameters' in out
+
+
 @pytest.fixture(scope='module')
 def small(char_data):
     """The arguments of a plan for this machine, of the run of the fixture `trained`."""
@@ -57,7 +101,7 @@ def test_without_a_gpu_it_plans_for_this_machine_and_times_a_step(
     monkeypatch.setattr(plan.devices, 'device_memory', lambda *_: 4 * GIB)
     plan.main(small)
     out = capsys.readouterr().out
-    assert 'fits in 4.00 GiB' in out and 'CUDA' not in out
+    assert 'fits in 4.00 GiB' in out and 'malloc' in out and 'CUDA' not in out
     assert 'as a step takes here' in out and '128 a step, 12.8k in all' in out
     checkpoint = 2**20 * float(re.search(r'disk: ([\d.]+) MiB', out)[1])
     folder = next((trained / 'checkpoints').iterdir())
@@ -67,17 +111,20 @@ def test_without_a_gpu_it_plans_for_this_machine_and_times_a_step(
 
 def test_a_batch_that_takes_long_is_timed_by_one_sequence(small, monkeypatch):
     config, sizes = load_config(PlanConfig, small), []
+    shape = config.gpt_config(93)
 
     def step(batches, micro_steps):
         sizes.append(len(next(batches)[0]))
         return sizes[-1] * seconds, 0.5
 
-    monkeypatch.setattr(speed, 'new_step', lambda *_: (step, None))
+    monkeypatch.setattr(speed, 'new_step', lambda *_: (step, GPT(shape)))
     for seconds, largest in ((0.1, 4), (1.0, 1)):
         sizes.clear()
-        assert speed.estimate_step(config.gpt_config(93), config, torch.device('cpu'), 'float32') \
+        assert speed.estimate_step(shape, config, torch.device('cpu'), 'float32') \
             == pytest.approx(2 * 4 * seconds + 0.5)
         assert max(sizes) == largest
+    monkeypatch.setattr(speed, 'MOST_FLOPS', 1e4)  # even one takes long
+    assert speed.estimate_step(shape, config, torch.device('cpu'), 'float32') is None
 
 
 def test_the_published_models_are_planned_without_their_weights():

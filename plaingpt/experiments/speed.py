@@ -21,6 +21,7 @@ from plaingpt.training.stopwatch import time_step, typical
 
 WARMUP_STEPS = 3  # not counted
 PATIENCE_S = 3.0  # what a micro-batch may take in a plan
+MOST_FLOPS = 2e12  # of a sequence that a CPU is timed with: some 20 s on two cores
 
 
 def planned_shape(config, start):
@@ -56,8 +57,10 @@ def random_batches(shape, batch_size, device):
 
 def estimate_step(shape, config, device, dtype):
     """Seconds of a step on this device. One sequence is timed in place of a micro-batch that would
-    take long."""
-    step, _ = new_step(shape, config, device, dtype)
+    take long; None where even that would."""
+    step, gpt = new_step(shape, config, device, dtype)
+    if device.type == 'cpu' and gpt.flops_per_token() * shape.block_size > MOST_FLOPS:
+        return None
 
     def step_in(sequences):
         batches = random_batches(shape, sequences, device)

@@ -177,7 +177,8 @@ def check_future(model, context):
     device = model.lm_head.weight.device
     with torch.random.fork_rng([device] if device.type == 'cuda' else []):
         small = small_model(replace(model.config, block_size=short(model))).to(device)
-        if problem := attention_is_causal(SimpleNamespace(model=small, context=context)):
+        run = SimpleNamespace(model=small, step=SimpleNamespace(autocast=context))
+        if problem := attention_is_causal(run):
             raise UserError(f'nothing was scored, because {problem}')
 
 

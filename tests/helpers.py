@@ -32,6 +32,7 @@ from plaingpt.data.tokenizers import ByteTokenizer
 from plaingpt.inference import lm_eval_model
 from plaingpt.system.errors import run_script
 from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training.step import Step
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get('PLAINGPT_SHARED', ROOT.parent / 'shared'))
@@ -348,12 +349,15 @@ def prepare_corpora(folder, texts):
 
 def change_steps(patch, change):
     """The loss of the n-th step, counted from 1, is change(n, model, loss) from when the loop
-    begins: the preflight and the stopwatch make steps before. patch: a MonkeyPatch"""
+    begins: the preflight makes steps before. patch: a MonkeyPatch"""
     import train
-    loop, step, count = train.train, train.forward_backward, itertools.count(1)
+    loop, forward_backward, count = train.train, Step.forward_backward, itertools.count(1)
 
-    def begin(run):
-        patch.setattr(train, 'forward_backward', lambda model, *rest: change(
-            next(count), model, step(model, *rest)))
-        return loop(run)
+    def changed(step, batches):
+        step.loss = change(next(count), step.model, forward_backward(step, batches))
+        return step.loss
+
+    def begin(run, monitor):
+        patch.setattr(Step, 'forward_backward', changed)
+        return loop(run, monitor)
     patch.setattr(train, 'train', begin)

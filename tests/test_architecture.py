@@ -30,7 +30,6 @@ MAY_IMPORT = {
 MAY_IMPORT['checks'] = {'training', *MAY_IMPORT['training']}
 MAY_IMPORT['experiments'] = {'checks', 'configurator', *MAY_IMPORT['checks']}
 MAY_IMPORT['train'] = {*MAY_IMPORT}
-MAY_IMPORT['experiments'].add('train')  # whose step they measure
 MAY_IMPORT['plaingpt'] = {'training', 'inference', 'system'}  # load(), when it is called
 MAY_IMPORT['__main__'] = {'plaingpt'}  # it runs the commands by their files
 MAY_IMPORT['a command'] = {*MAY_IMPORT}
@@ -119,9 +118,10 @@ def test_files_and_functions_are_short():
         if lines > (600 if name == 'model.py' else 500):  # the network is one file
             wrong.append(f'{name}: {lines} lines, of 500 at most')
         for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 60:
+            most = 80 if name == 'train.py' else 60  # its setup is one straight path
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= most:
                 wrong.append(f'{name}: {node.name} has {node.end_lineno - node.lineno + 1} lines, '
-                             'of 60 at most')
+                             f'of {most} at most')
     assert not wrong, '\n'.join(wrong)
 
 

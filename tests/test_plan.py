@@ -113,11 +113,12 @@ def test_a_batch_that_takes_long_is_timed_by_one_sequence(small, monkeypatch):
     config, sizes = load_config(PlanConfig, small), []
     shape = config.gpt_config(93)
 
-    def step(batches, micro_steps):
+    def time_step(step, batches, lr):
         sizes.append(len(next(batches)[0]))
         return sizes[-1] * seconds, 0.5
 
-    monkeypatch.setattr(speed, 'new_step', lambda *_: (step, GPT(shape)))
+    monkeypatch.setattr(speed, 'new_step', lambda *_: (None, GPT(shape)))
+    monkeypatch.setattr(speed, 'time_step', time_step)
     for seconds, largest in ((0.1, 4), (1.0, 1)):
         sizes.clear()
         assert speed.estimate_step(shape, config, torch.device('cpu'), 'float32') \

@@ -10,7 +10,6 @@ import torch
 from plaingpt.checks.model_checks import NotChecked
 from plaingpt.system.distributed import all_gather, gloo_group
 from plaingpt.system.errors import UserError
-from plaingpt.training.schedules import get_lr
 
 EXCERPTS, EXCERPT_TOKENS = 8, 1024  # of each corpus, which are decoded and encoded again
 MIN_RATE = 1e-3  # share of the peak learning rate that is too little to learn with
@@ -132,7 +131,8 @@ def first_text(run):
 
 def learning_rate_lasts(run):
     config = run.config
-    rates = [get_lr(int(config.max_iters * share), config) for share in np.linspace(0, 0.9, 100)]
+    rates = [run.clock.get_lr(int(config.max_iters * share), share)
+             for share in np.linspace(0, 0.9, 100)]
     if rates[-1] < MIN_RATE * max(rates):
         return 'the learning rate is almost 0 before the last tenth of the run; compare ' \
                'lr_decay_iters with max_iters, or look at the schedule'

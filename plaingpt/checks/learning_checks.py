@@ -23,7 +23,7 @@ from plaingpt.system.errors import UserError
 from plaingpt.training.checkpoint import Saver, open_checkpoint, optimizer_tensors
 from plaingpt.training.evaluation import mean_loss
 from plaingpt.training.optimizers import build_optimizer
-from plaingpt.training.step_guard import StepGuard
+from plaingpt.training.step import Step
 
 # Nats by which a new model's loss may be above ln(vocab), and how many more for each channel: the
 # logits of GPT-2's initialisation have a variance of 0.02² · channels, and half of that adds to the
@@ -46,7 +46,7 @@ def listed(names):
 
 
 def every_parameter_is_trainable(run):
-    held = {id(p) for group in run.optimizer.param_groups for p in group['params']}
+    held = {id(p) for group in run.step.optimizer.param_groups for p in group['params']}
     for name, p in run.model.named_parameters():
         if p.dtype != torch.float32:
             return f'{name} is {p.dtype}, not float32: most updates would be rounded away'
@@ -75,7 +75,7 @@ def evaluate(run, idx, targets):
     loader = SimpleNamespace(eval_batches=lambda n: [None],
                              eval_batch=lambda starts: (idx, targets))
     run.model.train()
-    return mean_loss(run.model, loader, len(idx), run.context)[0]
+    return mean_loss(run.model, loader, len(idx), run.step.autocast)[0]
 
 
 def initial_loss_is_about_ln_vocab_size(run):
@@ -93,7 +93,7 @@ def evaluation_loss_matches_the_logits(run):
     some label smoothing. The only target is the last one, which one shift more would lose."""
     model, idx = run.model, random_tokens(run.model, 2)
     model.eval()
-    with run.context, torch.no_grad():
+    with run.step.autocast, torch.no_grad():
         logits = model.logits(model.hidden(idx)[:, -1]).float()  # (B, V)
     targets = torch.full_like(idx, -1)
     targets[:, -1] = likeliest = logits.argmax(dim=-1)
@@ -161,21 +161,21 @@ def gradients_match_finite_differences(run):
 # steps and checkpoints
 
 
-def step_follows_the_gradient(run, forward_backward, update):
+def step_follows_the_gradient(run):
     """Compare a step of the training loop, of two micro-batches, with a plain one."""
     model, tokens = run.model, random_tokens(run.model, 4, short(run.model) + 1)
     gradients = gradients_of(model, tokens, micro_steps=2)
     batches = [(part[:, :-1], part[:, 1:]) for part in tokens.chunk(2)]
     scaler = torch.amp.GradScaler(run.device.type, enabled=False)
+    step = Step(model, run.step.optimizer, scaler, nullcontext(), run.config.grad_clip, 2)
     torch.manual_seed(0)  # both draw the same random numbers
-    loss = forward_backward(model, iter(batches), 2, scaler, nullcontext())
+    step.forward_backward(iter(batches))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
         found = torch.zeros_like(p) if p.grad is None else p.grad
         if largest_change(found, gradients[name]) > NEARLY_SAME:
             return f'the gradient of {name} after two micro-batches is not that of their mean loss'
-    guard = StepGuard(None, None, run.device)
-    update(model, run.optimizer, scaler, run.config.grad_clip, guard, 0, loss)
+    step.update(run.config.learning_rate)
     if any(p.grad is not None and p.grad.any() for p in model.parameters()):
         return 'gradients remain after a step: zero_grad is not called'
     if not sum(float(((p.detach() - before[name]) * gradients[name]).sum())
@@ -188,7 +188,7 @@ def checkpoint_round_trip_works(run):
     torch.manual_seed(1)  # weights that are not loaded, but drawn again, differ
     with TemporaryDirectory() as folder:
         saver = Saver(folder)
-        saver.save(run.model, run.optimizer, SMALL_STATE, rng_state(torch.device('cpu')))
+        saver.save(run.model, run.step.optimizer, SMALL_STATE, rng_state(torch.device('cpu')))
         if saver.failed:
             raise NotChecked(f'cannot write to {folder}')
         try:
@@ -202,7 +202,7 @@ def checkpoint_round_trip_works(run):
     with torch.no_grad():
         before, after = ({'its logits': gpt.eval()(random_tokens(gpt, 2))[0], **gpt.state_dict(),
                           **optimizer_tensors(optimizer, gpt)} for gpt, optimizer in
-                         ((run.model, run.optimizer), (loaded, again)))
+                         ((run.model, run.step.optimizer), (loaded, again)))
     lost = [name for name in before if name not in after
             or not torch.equal(before[name], after[name])]
     if lost:

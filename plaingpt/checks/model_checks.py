@@ -67,7 +67,7 @@ def effect(run, idx, changed, seen):
     found = []
     for tokens in (idx, other):
         torch.manual_seed(0)
-        with run.context:
+        with run.step.autocast:
             found.append(run.model.hidden(tokens).detach().float()[seen])  # (B, T, C), a part
     return largest_change(*found)
 

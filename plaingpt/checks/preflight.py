@@ -29,7 +29,8 @@ BEFORE = (  # settings, data and weights as they are
     learning_checks.initial_loss_is_about_ln_vocab_size)
 LATER = model_checks.attention_is_causal, model_checks.targets_are_not_read  # also when resumed
 INSIDE = (  # the code, with a small network that has the run's flags
-    *LATER, model_checks.every_target_counts, model_checks.sequences_are_independent,
+    learning_checks.step_follows_the_gradient, *LATER, model_checks.every_target_counts,
+    model_checks.sequences_are_independent,
     model_checks.token_order_matters, model_checks.blocks_are_residual,
     learning_checks.every_parameter_gets_a_gradient,
     learning_checks.gradients_match_finite_differences,
@@ -39,31 +40,26 @@ INSIDE = (  # the code, with a small network that has the run's flags
 
 @phase('preflight')
 @exact_matmul()  # the rounding of TF32 would hide mistakes
-def preflight(run, forward_backward, update):
+def preflight(run):
     """Check a run that is about to begin, on all processes, and print the result in a line; with
     check=True a line per check. The run is left as it was. If it is resumed, or only evaluates,
     it makes the checks of LATER alone.
 
-    run: train.Run; the two functions make its steps: train.py's
     Raises UserError with a line for each check that fails."""
     config, began = run.config, time.perf_counter()
     if not config.check:
         return
     brief = config.check is not True and bool(run.start.resumed or config.eval_only)
 
-    def step_follows_the_gradient(run):
-        return learning_checks.step_follows_the_gradient(run, forward_backward, update)
-
-    inside = step_follows_the_gradient, *INSIDE
     skipped = config.skip_checks.split(',') if config.skip_checks else []
-    names = [check.__name__ for check in (*BEFORE, *inside)]
+    names = [check.__name__ for check in (*BEFORE, *INSIDE)]
     for name in set(skipped) - set(names):
         nearest = get_close_matches(name, names, n=1) or names
         raise UserError(f'skip_checks={name}: there is no such check; use {", ".join(nearest)}')
     with torch.random.fork_rng([run.device] if run.device.type == 'cuda' else []):
         found = {} if brief else make(BEFORE, run, skipped)
         if not any(found.values()):  # else what is inside would say the same once more
-            found |= make(LATER if brief else inside, with_small_model(run), skipped)
+            found |= make(LATER if brief else INSIDE, with_small_model(run), skipped)
     if run.device.type == 'cuda':
         torch.cuda.reset_peak_memory_stats(run.device)  # what is logged is the run's
     if failed := [name for name, problem in found.items() if problem]:
@@ -82,7 +78,8 @@ def with_small_model(run):
     if run.model.loss_chunk_tokens:
         model.loss_chunk_tokens = model.config.block_size // 2 + 1  # so few that there are several
     model.activation_checkpointing = config.activation_checkpointing
-    return replace(run, config=config, model=model, optimizer=build_optimizer(model, config))
+    step = replace(run.step, model=model, optimizer=build_optimizer(model, config))
+    return replace(run, config=config, model=model, step=step)
 
 
 def make(checks, run, skipped):

@@ -307,9 +307,10 @@ def describe_batches(config, dataset, train_data, val_data):
     """What a run reads with these loaders, as one line; of conversations two more lines say how
     each split is packed."""
     step_tokens = config.step_tokens()
-    epochs = [f'{part.weight * config.max_iters * step_tokens / loader.epoch_tokens():.3g} epochs'
-              + (f' of {part.name} ({part.weight:.1%})' if part.name else '')
-              for part, loader in zip(dataset.parts, train_data.parts, strict=True)]
+    epochs = [f'{config.minutes:.3g} minutes'] if config.minutes else [
+        f'{part.weight * config.max_iters * step_tokens / loader.epoch_tokens():.3g} epochs'
+        + (f' of {part.name} ({part.weight:.1%})' if part.name else '')
+        for part, loader in zip(dataset.parts, train_data.parts, strict=True)]
     lines = [f'{dataset.folder}: {train_data.epoch_tokens():,} training tokens, vocabulary '
              f'{dataset.vocab_size:,} | {step_tokens:,} tokens a step, {", ".join(epochs)}']
     if dataset.has_mask():

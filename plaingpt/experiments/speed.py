@@ -1,10 +1,9 @@
 """The speed of training's own step on a device: for bench.py, and in a few seconds for plan.py."""
 
 import statistics
+import time
 from dataclasses import replace
-from functools import partial
 from itertools import repeat
-from types import SimpleNamespace
 
 import torch
 
@@ -12,16 +11,17 @@ from model import GPT
 from plaingpt.data.corpora import find_dataset_size
 from plaingpt.data.dataset import has_token_files, open_named
 from plaingpt.experiments.tables import markdown, number
-from plaingpt.system.devices import autocast, device_name, peak_memory_bytes
+from plaingpt.system.devices import autocast, device_name, peak_memory_bytes, synchronize
 from plaingpt.system.formatting import gib, short
 from plaingpt.system.gpus import mfu
 from plaingpt.training.open_weights import start_shape
 from plaingpt.training.optimizers import build_optimizer
-from plaingpt.training.stopwatch import time_step, typical
+from plaingpt.training.step import Step
 
 WARMUP_STEPS = 3  # not counted
 PATIENCE_S = 3.0  # what a micro-batch may take in a plan
 MOST_FLOPS = 2e12  # of a sequence that a CPU is timed with: some 20 s on two cores
+FAST_S = 0.25  # what takes less is timed five times, and else once
 
 
 def planned_shape(config, start):
@@ -36,17 +36,36 @@ def planned_shape(config, start):
 
 
 def new_step(shape, config, device, dtype, compile=False):
-    """→ a function of (batches, micro-steps) that makes a step of a new GPT on this device → the
-    seconds of its micro-batches and of the update; and the GPT."""
-    from train import forward_backward, update  # the step itself, not a copy of it
+    """→ a Step of a new GPT on this device, with one micro-batch; and the GPT"""
     gpt = GPT(shape).to(device)
     gpt.loss_chunk_tokens = 'auto'
     gpt.activation_checkpointing = config.activation_checkpointing
-    run = SimpleNamespace(
-        wrapped=torch.compile(gpt) if compile else gpt, optimizer=build_optimizer(gpt, config),
-        scaler=torch.amp.GradScaler(device.type, enabled=dtype == 'float16'), config=config,
-        device=device, context=autocast(device, dtype))
-    return partial(time_step, run, forward_backward=forward_backward, update=update), gpt
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
+    return Step(torch.compile(gpt) if compile else gpt, build_optimizer(gpt, config), scaler,
+                autocast(device, dtype), config.grad_clip), gpt
+
+
+def time_step(step, batches, lr):
+    """Make a step → (seconds of its micro-batches, seconds of the update)."""
+    device = next(step.model.parameters()).device
+    return timed(device, step.forward_backward, batches), timed(device, step.update, lr)
+
+
+def timed(device, function, *arguments):
+    """→ the seconds that a call takes"""
+    synchronize(device)
+    began = time.perf_counter()
+    function(*arguments)
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def typical(work):
+    """The median of the seconds that `work()` returns, after a call that warms up."""
+    _, *seconds = work(), work()
+    if seconds[0] < FAST_S:
+        seconds += [work() for _ in range(4)]
+    return statistics.median(seconds)
 
 
 def random_batches(shape, batch_size, device):
@@ -67,7 +86,7 @@ def estimate_step(shape, config, device, dtype):
         micro_steps = config.accumulation() * config.batch_size / sequences
 
         def work():
-            micro_s, update_s = step(batches, 1)
+            micro_s, update_s = time_step(step, batches, config.learning_rate)
             return micro_steps * micro_s + update_s
         return typical(work)
 
@@ -80,8 +99,9 @@ def measure_speed(config, shape, device, dtype, compile):
     """Time whole steps of training on random tokens → (a row of numbers, its table). config:
     bench.py's"""
     step, gpt = new_step(shape, config, device, dtype, compile)
+    step.micro_steps = config.accumulation()
     batches = random_batches(shape, config.batch_size, device)
-    seconds = [sum(step(batches, config.accumulation()))
+    seconds = [sum(time_step(step, batches, config.learning_rate))
                for _ in range(WARMUP_STEPS + config.steps)][WARMUP_STEPS:]
     step_s, tokens = statistics.median(seconds), config.step_tokens()
     flops_per_s = gpt.flops_per_token() * tokens / step_s

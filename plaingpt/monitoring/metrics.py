@@ -23,18 +23,17 @@ from plaingpt.system.gpus import mfu
 class Metrics:
     """Where the numbers of a train.Run go, and its clock. Ranks other than 0 write nothing.
 
+    record: the facts of the run; backends: what open_backends returned
     bytes_per_token: of the evaluated text, or None; elapsed_s: training time before a resume
-    backends: what open_backends returned
     """
 
-    def __init__(self, run, bytes_per_token=None, elapsed_s=0.0, backends=()):
-        self.run, self.device = run, run.device
+    def __init__(self, run, record, backends=(), bytes_per_token=None, elapsed_s=0.0):
+        self.run, self.record, self.device = run, record, run.device
         self.path = None if run.config.is_read_only else Path(run.config.out_dir, 'metrics.jsonl')
         self.quiet = not run.world.is_main
         self.backends, self.bytes_per_token = list(backends), bytes_per_token
         self.flops_per_token = run.model.flops_per_token() / run.world.size  # on each device
         self.began = time.perf_counter() - elapsed_s
-        self.paused_s, self.evaluations = 0.0, 0
         self.rows = []
         self.diagnosed = set()  # names of what was printed already
         self.bar = tqdm(disable=True)  # the last line of a terminal
@@ -45,9 +44,10 @@ class Metrics:
             self.rows = read_rows(self.path)
             for row in self.rows:
                 self._send(row)
-            self.diagnosed = set(diagnose(self.rows, self.run.record))
-        self.bar = tqdm(total=self.run.config.max_iters, initial=iter_num, leave=False,
-                        desc='compiling' if self.run.record['compile'] else 'training',
+            self.diagnosed = set(diagnose(self.rows, self.record))
+        config = self.run.config
+        self.bar = tqdm(total=None if config.minutes else config.max_iters, initial=iter_num,
+                        desc='compiling' if self.record['compile'] else 'training', leave=False,
                         dynamic_ncols=True, disable=True if self.quiet else None)
         self.lap_iter, self.lap_began = iter_num, time.perf_counter()
 
@@ -71,7 +71,6 @@ class Metrics:
             yield
         self.bar.set_description('training')
         self.lap_began += time.perf_counter() - began
-        self.paused_s += time.perf_counter() - began
 
     def step(self, iter_num, loss, lr, grad_norm):
         """Log update number `iter_num`. loss and grad_norm may be tensors: reading them waits
@@ -92,10 +91,9 @@ class Metrics:
         self.write(iter_num, loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_s=tokens_per_s,
                    mfu=used, peak_memory_bytes=peak_memory_bytes(self.device))
 
-    def evaluation(self, iter_num, train_loss, val_loss, best, sample=None, val_stderr=None):
+    def evaluation(self, iter_num, train_loss, val_loss, val_stderr, best, sample=None):
         """Log an evaluation after `iter_num` updates, and print what now looks wrong.
         val_stderr: the standard error of val_loss"""
-        self.evaluations += 1
         values = {'train_loss': train_loss, 'val_loss': val_loss, 'val_bpb': None}
         columns = [f'train loss {train_loss:.4f}', f'val loss {val_loss:.4f}']
         if val_stderr is not None:
@@ -164,7 +162,7 @@ class Metrics:
     def _diagnose(self):
         if self.quiet:
             return
-        for name, found in diagnose(self.rows, self.run.record).items():
+        for name, found in diagnose(self.rows, self.record).items():
             if name not in self.diagnosed:
                 self.diagnosed.add(name)
                 self.print(f'diagnosis: {found}')

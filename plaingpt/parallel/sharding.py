@@ -5,10 +5,14 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from model import GPT, recomputed
+from plaingpt.system.devices import DTYPES
 
 
 @contextmanager
@@ -28,6 +32,23 @@ def parameters_on_meta():
         yield
     finally:
         nn.Module.register_parameter = register
+
+
+def shard(model, device, dtype, compile):
+    """Wrap the model in FSDP2: each process keeps some rows of every weight, of its gradient and of
+    its optimizer states, and gathers a block only to compute with it (ZeRO: Rajbhandari et al.
+    2020). model: with parameters on meta → the same model, with arbitrary values."""
+    prepare(model, compile)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    # Blocks are gathered in autocast's dtype: half the bytes, and autocast keeps no copies. The
+    # embedding and the head, which may be one weight, are gathered whole in float32.
+    low = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32,
+                               cast_forward_inputs=False)
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh, mp_policy=low)
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    materialize(model, device)
+    return model
 
 
 def prepare(model, compile):

@@ -24,10 +24,11 @@ MAP_TOKENS = 40  # of the passage whose attention is shown
 
 class Film:
     """Looks at the model of a train.Run, and writes down what it sees. sample: (model, tokens) →
-    a text by it. Raises UserError where the dataset has no tokenizer."""
+    a text by it; print_line: says what went wrong. Raises UserError where the dataset has no
+    tokenizer."""
 
-    def __init__(self, run, sample):
-        self.run, self.model, self.sample = run, run.model, sample
+    def __init__(self, run, sample, print_line):
+        self.run, self.model, self.sample, self.print_line = run, run.model, sample, print_line
         self.path = Path(run.config.out_dir, 'film.jsonl')
         self.tokenizer = run.dataset.tokenizer()
         starts = run.val_data.eval_batches(run.val_data.world_size)[0]
@@ -35,6 +36,15 @@ class Film:
         steps = np.geomspace(1, max(1, run.config.max_iters), MOMENTS - 1).round().astype(int)
         taken = {row['iter'] for row in read_rows(self.path)}  # of a resumed run
         self.moments = {0, *steps.tolist()} - taken
+        self.shares = np.geomspace(1e-3, 0.95, MOMENTS - 1).tolist()  # of the time of --minutes
+
+    def is_due(self, iter_num, done):
+        """Whether to look after update `iter_num`. done: how far the run is, from 0 to 1"""
+        if not self.run.config.minutes or iter_num == 0:
+            return iter_num in self.moments
+        passed = [share for share in self.shares if share <= done]
+        del self.shares[:len(passed)]
+        return bool(passed)
 
     def take(self, iter_num):
         """Look, and write it down. If that fails, say because the model was changed, the film ends
@@ -44,8 +54,9 @@ class Film:
         try:
             row = self.look()
         except Exception as e:
-            self.run.metrics.print(f'warning: no more film of this run: {one_line(e)}')
+            self.print_line(f'warning: no more film of this run: {one_line(e)}')
             self.moments.clear()
+            self.shares.clear()
         else:
             append_line(self.path, {'iter': iter_num, **row})
         self.model.train()
@@ -53,7 +64,7 @@ class Film:
     @torch.no_grad()
     def look(self):
         """→ {key: value} of a row"""
-        with ActivationRecorder(self.model) as seen, self.run.context:
+        with ActivationRecorder(self.model) as seen, self.run.step.autocast:
             logits = self.model(self.idx)[0][0, :-1].float()  # (T - 1, V)
         ids = self.idx[0].tolist()
         losses = F.cross_entropy(logits, self.idx[0, 1:], reduction='none')

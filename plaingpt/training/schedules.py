@@ -1,53 +1,57 @@
-"""Learning-rate schedules: an iteration → its learning rate.
+"""Learning-rate schedules: how far a run is → its learning rate.
 
 A new one is a function here and its entry in SCHEDULES.
 """
 
 import math
 
+WARMUP_SHARE = 0.1  # of a run of minutes, at most
 
-def get_lr(it, config):
+
+def get_lr(it, config, done=None):
     """The learning rate of iteration `it` under a TrainConfig: linear warmup, then the schedule,
-    which runs from learning_rate down to min_lr at lr_decay_iters."""
+    which runs from learning_rate down to min_lr at lr_decay_iters. done: of a run of minutes, the
+    share of its time that was used, which takes the place of iterations."""
     if not config.decay_lr:
         return config.learning_rate
-    if it < config.warmup_iters:
-        return config.learning_rate * (it + 1) / (config.warmup_iters + 1)
-    name, _, _ = config.lr_schedule.partition(':')
-    return SCHEDULES[name](it, config)
+    warmup, end = config.warmup_iters, config.lr_decay_iters
+    if it < warmup and (done is None or done < WARMUP_SHARE):
+        rate = config.learning_rate * (it + 1) / (warmup + 1)
+        return rate if done is None else max(rate, config.learning_rate * done / WARMUP_SHARE)
+    name, _, part = config.lr_schedule.partition(':')
+    at, warmup, end = (it, warmup, end) if done is None else (done, 0, 1)
+    share = SCHEDULES[name](at, warmup, end, *[float(part)] if part else [])
+    return config.min_lr + share * (config.learning_rate - config.min_lr)
 
 
-def cosine(it, config):
+# Each function: where the run is, where the warmup and the schedule end → 1 for learning_rate, 0
+# for min_lr, and what is between.
+
+
+def cosine(at, warmup, end):
     """Loshchilov and Hutter 2016, by nanoGPT's exact formula."""
-    return rate_between(0.5 * (1 + math.cos(math.pi * progress(it, config))), config)
+    return 0.5 * (1 + math.cos(math.pi * progress(at, warmup, end)))
 
 
-def linear(it, config):
+def linear(at, warmup, end):
     """A straight line down (Bergsma et al. 2025)."""
-    return rate_between(1 - progress(it, config), config)
+    return 1 - progress(at, warmup, end)
 
 
-def wsd(it, config):
+def wsd(at, warmup, end, part=0.2):
     """Warmup, stable, decay: constant, then a straight line down in the last fifth of the run, or
     in the last tenth with wsd:0.1 (Hu et al. 2024, §4)."""
-    end, part = config.lr_decay_iters, float(config.lr_schedule.partition(':')[2] or 0.2)
-    falling = max(1, min(part * end, end - config.warmup_iters))  # iterations
-    return rate_between(max(0, min(1, (end - it) / falling)), config)
+    falling = min(part * end, end - warmup) or 1
+    return max(0, min(1, (end - at) / falling))
 
 
-def constant(it, config):
-    return config.learning_rate
+def constant(at, warmup, end):
+    return 1
 
 
 SCHEDULES = {'cosine': cosine, 'wsd': wsd, 'linear': linear, 'constant': constant}
 
 
-def progress(it, config):
-    """0 at the end of the warmup, 1 at lr_decay_iters and after."""
-    warmup, end = config.warmup_iters, config.lr_decay_iters
-    return min(1, (it - warmup) / max(1, end - warmup))
-
-
-def rate_between(share, config):
-    """learning_rate for a share of 1, min_lr for 0."""
-    return config.min_lr + share * (config.learning_rate - config.min_lr)
+def progress(at, warmup, end):
+    """0 at the end of the warmup, 1 at the end of the schedule and after."""
+    return min(1, (at - warmup) / max(1, end - warmup))

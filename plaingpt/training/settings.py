@@ -133,8 +133,8 @@ class TrainConfig(GPTConfig):
             found.append(f'checkpoint={self.checkpoint} with init_from=scratch, which starts anew: '
                          'going back takes --init_from=resume')
         if self.minutes and not self.takes_minutes():
-            found.append(f'minutes={setting(self.minutes)} is for train.py, which measures how '
-                         'many iterations fit: say --max_iters here')
+            found.append(f'minutes={setting(self.minutes)} is for train.py alone: give '
+                         '--max_iters here')
         if self.patience and self.check == 'overfit':
             found.append(f'patience={self.patience} watches the validation loss, which '
                          'check=overfit lets rise: take one of them')
@@ -147,7 +147,7 @@ class TrainConfig(GPTConfig):
         return found + self.batch_problems()
 
     def takes_minutes(self):
-        """Whether the script measures how much fits in `minutes`."""
+        """Whether the script trains by the clock."""
         return type(self) is TrainConfig
 
     def names_a_start(self):

@@ -1,15 +1,14 @@
 """What a run starts from: new weights, those of a model, or the checkpoint that it continues; the
 settings and the shape that follow from it; and what stays of an earlier run in its folder."""
 
-import math
 import os
 import shutil
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from model import GPTConfig
-from plaingpt.monitoring.run_record import finite, trim_rows
+from plaingpt.monitoring.run_record import trim_rows
 from plaingpt.system.distributed import all_gather, launched_world, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import quoted, setting
@@ -133,6 +132,31 @@ def check_resumed(resumed, config, dataset):
             print0(f'  changed: {key} {setting(saved)} → {setting(value)}')
 
 
+def with_minutes(config, start, given):
+    """The TrainConfig of a run, whose minutes are those of the whole run: the ones that the command
+    line gives come after those used with --init_from=resume, and include them with auto, whose
+    command torchrun repeats. Where it gives none, and no number of iterations, they stay.
+    given: settings set on the command line. Raises UserError where these give two lengths."""
+    two = [f'--{key}' for key in ('max_iters', 'lr_decay_iters') if key in given]
+    if config.minutes and two:
+        raise UserError(f'minutes={setting(config.minutes)} sets the length of the run, and '
+                        f'{" and ".join(two)} too: leave one of them out')
+    if not start.resumed:
+        return config
+    state, saved = start.weights.state, start.weights.settings()['minutes']
+    if not config.minutes:
+        stays = state['left_s'] is not None and 'max_iters' not in given
+        return replace(config, minutes=saved) if stays else config
+    if config.init_from == 'resume':
+        return replace(config, minutes=used_s(state, saved) / 60 + config.minutes)
+    return config
+
+
+def used_s(state, minutes):
+    """Seconds that a run of `minutes` had used at a checkpoint, or one of iterations trained."""
+    return state['elapsed_s'] if state['left_s'] is None else 60 * minutes - state['left_s']
+
+
 def with_shape(config, shape):
     """A TrainConfig whose settings of the model are those that a GPTConfig has."""
     return replace(config, **{key: getattr(shape, key) for key in KEPT_SHAPE})
@@ -202,44 +226,6 @@ def trim_logs(out_dir, iter_num, evaluated):
     for path in (Path(out_dir, name) for name in LOGS):
         if path.suffix == '.jsonl' and path.exists():
             trim_rows(path, iter_num, evaluated)
-
-
-@dataclass
-class Progress:
-    """How far a run is: what a checkpoint keeps of the loop."""
-
-    iter_num: int = 0  # updates made
-    best_val_loss: float = math.inf
-    evals_since_best: int = 0
-    evaluated_at: int | None = None  # the iteration of the last evaluation
-    val_loss: float | None = None  # what it measured
-    val_stderr: float | None = None  # its standard error
-    saved_at: int | None = None  # the iteration of the last checkpoint
-    saved_evaluated: bool = False  # that checkpoint has its evaluation
-    updating: bool = False  # the weights may be changed in part
-    eval_sequences: int = 0  # sequences of a split in each evaluation
-
-    @property
-    def evaluated(self):
-        """Whether this iteration was evaluated."""
-        return self.evaluated_at == self.iter_num
-
-    def record_evaluation(self, val_loss):
-        """→ whether the loss of this evaluation is the best so far."""
-        self.evaluated_at, self.val_loss = self.iter_num, val_loss
-        best = val_loss < self.best_val_loss
-        if best:
-            self.best_val_loss = val_loss
-        self.evals_since_best = 0 if best else self.evals_since_best + 1
-        return best
-
-    def state(self):
-        """What a checkpoint of this iteration keeps, as JSON."""
-        return {'iter_num': self.iter_num, 'evaluated': self.evaluated,
-                'val_loss': finite(self.val_loss) if self.evaluated else None,
-                'val_loss_stderr': finite(self.val_stderr) if self.evaluated else None,
-                'best_val_loss': finite(self.best_val_loss),
-                'evals_since_best': self.evals_since_best, 'eval_sequences': self.eval_sequences}
 
 
 def eval_sequences_of(checkpoint, config):

@@ -4,6 +4,7 @@ from helpers import CHECKED, options
 
 import train
 from configurator import load_config
+from plaingpt.checks.preflight import preflight
 from plaingpt.system.distributed import World
 from plaingpt.system.errors import UserError
 from plaingpt.training import start as start_module
@@ -22,13 +23,9 @@ def failed(char_data, tmp_path, monkeypatch, capsys):
                              read_saved=start.read)
         capsys.readouterr()
         with monkeypatch.context() as patched:
-            # These take time, and are not checked.
-            for owner, name in ((train, 'describe_run'), (train, 'open_outputs'),
-                                (train.stopwatch, 'print_length')):
-                patched.setattr(owner, name, lambda *_: None)
             patched.setattr(start_module, 'document_start', lambda *_: 0)  # lines are documents
             try:
-                train.setup(config, start, World(), torch.device('cpu'), '')
+                preflight(train.setup(config, start, World(), torch.device('cpu'), ''))
             except UserError as problem:
                 assert 'nothing was trained' in str(problem), problem
         return [line.removeprefix('FAILED ') for line in capsys.readouterr().out.splitlines()

@@ -23,7 +23,7 @@ from plaingpt.training import (
     checkpoint,
     optimizers,
     schedules,
-    step_guard,
+    step,
 )
 
 # What people break is a function of patch(owner, name, change): owner.name becomes
@@ -154,6 +154,14 @@ not_causal = attention_with_mask(lambda T: None)
 in_order = replaced(batches, 'permute', lambda _: lambda indices, n, k: indices)
 
 # The check that fails → [(what is broken, what breaks it, settings of the run)]
+def undivided(step, forward_backward, batches):
+    """A step that adds up the losses of its micro-batches."""
+    micro_steps, step.micro_steps = step.micro_steps, 1
+    loss = sum(forward_backward(step, batches) for _ in range(micro_steps))
+    step.micro_steps, step.loss = micro_steps, loss
+    return loss
+
+
 SPOILED = {
     'attention_is_causal': [
         ('attention is not causal', not_causal, {}),
@@ -277,20 +285,20 @@ SPOILED = {
         ('uphill', replaced(torch.amp.GradScaler, 'scale', lambda scale: lambda self, loss:
                             scale(self, -loss)), {}),
         ('the loss is not divided', replaced(
-            train, 'forward_backward', lambda original: lambda gpt, batches, micro_steps, *rest:
-            sum(original(gpt, batches, 1, *rest) for _ in range(micro_steps))), {}),
+            step.Step, 'forward_backward', lambda original: lambda self, batches:
+            undivided(self, original, batches)), {}),
         ('gradients are kept', replaced(
             torch.optim.AdamW, 'zero_grad', lambda _: lambda *_, **__: None), {}),
         ('weights are held', replaced(
-            step_guard.StepGuard, 'check_finite', lambda original: lambda *arguments:
+            step.Step, 'check_finite', lambda original: lambda *arguments:
             1 - original(*arguments)), {})],
     'learning_rate_lasts': [
         ('the rate is gone at iteration 15', lambda patch: None,
          {'lr_decay_iters': 15, 'min_lr': 0.0}),
         ('a schedule of another unit', replaced(
-            schedules, 'SCHEDULES', lambda table: {**table, 'linear': lambda it, config:
-                                                   config.learning_rate * max(0.0, 1 - it / 100)}),
-         {'lr_schedule': 'linear', 'max_iters': 1000, 'lr_decay_iters': 1000})]}
+            schedules, 'SCHEDULES', lambda table: {**table, 'linear': lambda at, *ends:
+                                                   max(0.0, 1 - at / 100)}),
+         {'lr_schedule': 'linear', 'max_iters': 1000, 'lr_decay_iters': 1000, 'min_lr': 0.0})]}
 
 
 @pytest.mark.parametrize(('check', 'spoil', 'settings'), [

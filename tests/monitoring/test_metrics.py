@@ -20,11 +20,12 @@ CONFIG = TrainConfig(batch_size=10, block_size=10, gradient_accumulation_steps=1
 
 def new(out_dir, processes=1, **changes):
     return Metrics(SimpleNamespace(**{**dict(
-        config=replace(CONFIG, out_dir=str(out_dir)), record={'compile': False},
+        config=replace(CONFIG, out_dir=str(out_dir)),
         train_data=Mock(tokens_before=lambda iter_num: 100 * iter_num),
         model=Mock(flops_per_token=lambda: 10**9), device=torch.device('cpu'), dtype='float32',
         scaler=torch.amp.GradScaler('cpu', enabled=False),
-        world=SimpleNamespace(size=processes, is_main=True)), **changes}), bytes_per_token=4.0)
+        world=SimpleNamespace(size=processes, is_main=True)), **changes}),
+        {'compile': False}, bytes_per_token=4.0)
 
 
 @pytest.fixture(autouse=True)

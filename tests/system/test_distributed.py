@@ -20,8 +20,7 @@ from plaingpt.system import distributed
 from plaingpt.system.distributed import launched_world
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.step_guard import StepGuard
-from train import forward_backward, update
+from plaingpt.training.step import Step
 
 CPU = torch.device('cpu')
 
@@ -103,10 +102,10 @@ def test_a_step_of_several_processes_sends_gradients_alone_which_take_no_memory_
         ddp = train.replicate(model, CPU)
         with torch.profiler.profile() as profile:
             ddp(idx, idx)[1].backward()
-        guard, places = StepGuard(None, None, CPU), []
-        for step in range(3):
-            loss = forward_backward(ddp, repeat((idx, idx)), 3, scaler, nullcontext())
-            update(ddp, optimizer, scaler, 1.0, guard, step, loss)
+        step, places = Step(ddp, optimizer, scaler, nullcontext(), 1.0, micro_steps=3), []
+        for _ in range(3):
+            step.forward_backward(repeat((idx, idx)))
+            step.update(1e-3)
             places.append([p.grad.data_ptr() for p in model.parameters()])
     sent = {event.key for event in profile.key_averages()}
     assert 'gloo:all_reduce' in sent and 'gloo:broadcast' not in sent

@@ -20,7 +20,7 @@ from helpers import (
 
 import train
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import evaluation, optimizers, start, stopwatch
+from plaingpt.training import monitor, optimizers, start
 
 STEP = options(batch_size=2, gradient_accumulation_steps=6, eval_iters=6, check=False,
                report=True, eval_tasks='own')
@@ -45,7 +45,7 @@ WAYS = {  # processes, settings
 @pytest.fixture(autouse=True)
 def here(data, monkeypatch):
     one_benchmark(monkeypatch, [' main'])  # a question: fewer than processes
-    monkeypatch.setattr(train, 'write_report', lambda *_: None)  # its plots take a second
+    monkeypatch.setattr(monitor, 'write_report', lambda *_: None)  # its plots take a second
     monkeypatch.setattr(start, 'document_start', lambda *_: 0)  # lines are documents
     monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda: False)  # Muon rounds nothing
 
@@ -105,20 +105,18 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
 WATCHING = {  # what looks at a run → its setting, the key of a row that it logs
     'health': ({}, 'health/grad_norm/h.0'), 'film': ({'film': True}, 'loss'),
     'samples': ({'report': True}, 'sample'), 'benchmarks': ({'eval_tasks': 'own'}, 'own_logp'),
-    'checks': ({'check': 'auto'}, 'loss'), 'stopwatch': ({}, 'loss')}
+    'checks': ({'check': 'auto'}, 'loss')}
 
 
 def test_what_watches_a_run_changes_no_bit_of_it(tmp_path, monkeypatch):
     one_benchmark(monkeypatch, [' main'] * 5)
-    monkeypatch.setattr(train, 'write_report', lambda *_: None)  # its plots take a second
+    monkeypatch.setattr(monitor, 'write_report', lambda *_: None)  # its plots take a second
     blind, words = tmp_path / 'blind', [*TINY, *RECIPES['newer'], '--dtype=float16',
                                         '--dropout=0.2', '--check=False']
     for name, (settings, key) in {'blind': ({}, 'loss'), **WATCHING}.items():
         with monkeypatch.context() as patch:
             if name != 'health':
-                patch.setattr(evaluation, 'HEALTH_INTERVAL', 0)
-            if name != 'stopwatch':
-                patch.setattr(stopwatch, 'measure', lambda *_: (1.0, 1.0))
+                patch.setattr(monitor, 'HEALTH_INTERVAL', 0)
             train.main([*words, *options(**settings, out_dir=tmp_path / name)])
         assert lines(tmp_path / name, key) and (key == 'loss' or not lines(blind, key)), name
         assert same(weights(tmp_path / name), weights(blind)), name

@@ -1,4 +1,5 @@
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from plaingpt.training import optimizers
 from plaingpt.training.averaging import averaged, keep_average
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.step_guard import StepGuard
+from plaingpt.training.step import Step
 
 SHAPE = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
 
@@ -98,15 +99,15 @@ def stepped(model, optimizer, factors, scaled=False):
     """Steps on batches whose losses are multiplied by these factors; None: no step → for each
     whether it moved a weight"""
     scaler = torch.amp.GradScaler('cpu', init_scale=4.0, enabled=scaled)
-    guard = StepGuard(None, None, torch.device('cpu'), scaling=scaled)
-    moved = []
+    step, moved = Step(model, optimizer, scaler, nullcontext(), 1.0), []
+    lr = optimizer.param_groups[0]['lr'] / optimizer.param_groups[0]['lr_scale']
     torch.manual_seed(1)
-    for it, factor in enumerate(factors):
+    for factor in factors:
         idx, before = torch.randint(0, 65, (4, 16)), copies(model.parameters())
         if factor is not None:
-            loss = model(idx, idx)[1] * factor
+            step.loss = (loss := model(idx, idx)[1] * factor).detach()
             scaler.scale(loss).backward()
-            train.update(model, optimizer, scaler, 1.0, guard, it, loss.detach())
+            step.update(lr)
         moved.append(not same(model.parameters(), before))
     return moved
 

@@ -34,7 +34,7 @@ from plaingpt.system import distributed as runtime
 from plaingpt.system.distributed import StopRequest
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import step_guard
+from plaingpt.training import monitor, step
 
 KINDS = 'model', 'optimizer'
 
@@ -83,7 +83,7 @@ def test_a_signal_ends_an_evaluation_and_the_run_is_saved(tiny, trained, tmp_pat
     launch(train.main, processes, tmp_path, *tiny, '--init_from=resume', '--max_iters=9',
                     '--eval_interval=7', '--eval_iters=99', before=signal_in_the_third_batch)
     log = (tmp_path / 'log0').read_text()
-    assert 'SIGTERM: stopped after iteration 7; python train.py' in log
+    assert 'SIGTERM: stopped after iteration 7; to resume: python train.py' in log
     assert '--init_from=resume' in log
     found = checkpoints.find(tmp_path / 'out')
     assert found.iter_num == 7 and not found.state['evaluated']
@@ -107,12 +107,12 @@ def stopped_at(n, monkeypatch, *argv):
 def test_a_run_stopped_before_its_first_iteration_promises_no_resume(tiny, monkeypatch, capsys):
     stopped_at(1, monkeypatch, *tiny)
     out = capsys.readouterr().out
-    assert 'nothing to continue' in out and '--init_from=resume' not in out
+    assert 'nothing to resume' in out and '--init_from=resume' not in out
 
 
 def test_a_run_stopped_anywhere_goes_on_bit_for_bit(tiny, tmp_path, monkeypatch):
     one_benchmark(monkeypatch, [' main'] * 5)
-    monkeypatch.setattr(train, 'write_report', lambda *_: None)  # its plots take a second
+    monkeypatch.setattr(monitor, 'write_report', lambda *_: None)  # its plots take a second
     tiny = [*tiny, '--dropout=0.2', '--report=True', '--max_iters=4', '--eval_tasks=own',
             '--eval_interval=2']
     whole = tmp_path / 'whole'
@@ -184,10 +184,10 @@ def spoil_steps(monkeypatch, bad_losses, bad_gradients=()):
 
 def test_a_bad_step_leaves_weights_and_optimizer_alone(tiny, tmp_path, monkeypatch, capsys):
     spoil_steps(monkeypatch, [2], [4])
-    monkeypatch.setattr(step_guard, 'MAX_BAD_STEPS', 2)
+    monkeypatch.setattr(step, 'MAX_BAD_STEPS', 2)
     train.main([*tiny, '--checkpoint_interval=1'])
     out = tmp_path / 'out'
-    assert 'iteration 2 left the weights alone' in capsys.readouterr().out
+    assert 'iteration 2 was skipped' in capsys.readouterr().out
     assert same(weights(out, 1), weights(out, 2)) and same(weights(out, 3), weights(out, 4))
     assert not same(weights(out, 2), weights(out, 3)) and not same(weights(out, 5), weights(out, 6))
     loss, gradient = anomalies(out)
@@ -201,7 +201,7 @@ def test_a_bad_step_leaves_weights_and_optimizer_alone(tiny, tmp_path, monkeypat
 def test_too_many_bad_steps_in_a_row_stop_the_run_with_the_weights_before_them(
         tiny, tmp_path, capsys, monkeypatch, dtype, bad_losses, bad_gradients, end):
     spoil_steps(monkeypatch, bad_losses, bad_gradients)
-    monkeypatch.setattr(step_guard, 'MAX_BAD_STEPS', 3)
+    monkeypatch.setattr(step, 'MAX_BAD_STEPS', 3)
     message = fails(capsys, monkeypatch, train.main, *tiny, '--checkpoint_interval=2',
                     '--log_interval=100', '--eval_interval=100', '--max_iters=100',
                     f'--dtype={dtype}', '--report=True')
@@ -241,10 +241,10 @@ def test_data_that_is_cut_short_in_the_middle_loses_no_step(
 @pytest.mark.parametrize('error', [OSError(28, 'No space left on device', 'log'), KeyError('bug')])
 def test_any_error_of_an_evaluation_leaves_the_steps_before_it(
         tiny, tmp_path, monkeypatch, error):
-    def fail(watching, *_):
-        if watching.run.progress.iter_num:
+    def fail(monitor, *_):
+        if monitor.run.progress.iter_num:
             raise error
-    monkeypatch.setattr(train.Watching, 'log', fail)
+    monkeypatch.setattr(train.Monitor, 'log_evaluation', fail)
     with pytest.raises(type(error)) as raised:
         train.main(tiny)
     assert 'iteration 3 is saved' in raised.value.__notes__[0]

@@ -263,7 +263,8 @@ def check_and_set(cls, values, name, value, where, problems):
     """Put `value` into `values` if `name` exists and the value fits, else note the problem →
     whether there is one."""
     if name not in values:
-        problems.append(unknown(name, where, values))
+        nearest = nearest_of(name, values, 'see --help for all keys')
+        problems.append(f'unknown key {name!r} {where}: {nearest}')
         return True
     try:
         values[name] = convert(value, accepted_types(cls, name))
@@ -273,15 +274,6 @@ def check_and_set(cls, values, name, value, where, problems):
         problems.append(f'{name}={value!r} {where}: expected {expected}')
         return True
     return False
-
-
-def unknown(name, where, keys):
-    """The problem with a name that is none of the keys: what an earlier version called so, or the
-    nearest key."""
-    from plaingpt.system.removed import REMOVED
-    if name in REMOVED:
-        return f'unknown setting {name} {where}: it was removed; {REMOVED[name]}'
-    return f'unknown key {name!r} {where}: {nearest_of(name, keys, "see --help for all keys")}'
 
 
 def nearest_of(word, known, otherwise):

@@ -54,9 +54,6 @@ class EvaluateConfig(ModelChoice):
 
     def problems(self):
         found = [] if self.tasks else ['tasks is empty: say what to score, such as val']
-        if 'test' in self.tasks.split(','):
-            found.append('tasks=test: there is no test split: score a file with --tasks=text '
-                         '--data=FILE, or all of a dataset with --tasks=train,val --dataset=NAME')
         if ('text' in self.tasks.split(',')) != bool(self.data):
             found.append('tasks=text goes with --data=FILE, the file to score')
         if self.output and not Path(self.output).parent.is_dir():

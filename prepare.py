@@ -104,9 +104,6 @@ def main(argv):
         if len(options) != 1:
             raise UserError(f'inspect takes one folder: {command_for("prepare")} inspect data/NAME')
         return inspect(dataset_folder(options[0]))
-    if name == 'tokenizer':
-        raise UserError('prepare.py tokenizer was removed: export.py writes the tokenizer.json of '
-                        'a run')
     if name in ('-h', '--help'):
         load_config(PrepareConfig, argv, help_text, 'input', several=True)
     if name not in CORPORA:

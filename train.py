@@ -178,14 +178,12 @@ def resume(config, checkpoint, step, model, train_data):
     """Restore what a checkpoint holds beside the weights → Progress."""
     state, iter_num = checkpoint.state, checkpoint.iter_num
     checkpoint.load_optimizer(step.optimizer, model)
-    go_on(step.optimizer, config.average_decay,
-          iter_num if state['averaged_steps'] is None else state['averaged_steps'])
+    go_on(step.optimizer, config.average_decay, state['averaged_steps'])
     if state['scaler']:  # empty if the run was not in float16 before
         step.scaler.load_state_dict(state['scaler'])
     train_data.resume_at(iter_num, state['sequences'])
     devices.set_rng_state(state['rng'], launched_world().rank, model.lm_head.weight.device)
-    # val_loss is None where an earlier version made a sample alone
-    evaluated = state['evaluated'] and state['val_loss'] is not None and not config.eval_only
+    evaluated = state['evaluated'] and not config.eval_only
     best = state['best_val_loss']
     return Progress(
         iter_num, math.inf if best is None else best, state['evals_since_best'],

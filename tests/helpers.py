@@ -260,7 +260,7 @@ def write_chat(folder, train, val=None):
     """Conversations → a dataset folder as prepare.py writes it."""
     folder.mkdir(parents=True)
     meta = {'format_version': 1, 'dtype': 'uint16', 'vocab_size': CHAT.vocab_size,
-            'tokenizer': CHAT.to_json(), 'splits': {}}
+            'tokenizer': CHAT.to_json(), 'splits': {}, 'source': {}}
     for split, conversations in (('train', train), ('val', val or train)):
         ids, learned = (np.concatenate(part) for part in zip(
             *map(CHAT.encode_conversation, conversations), strict=True))

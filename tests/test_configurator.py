@@ -12,9 +12,7 @@ from bench import BenchConfig
 from configurator import load_config
 from plaingpt.system.errors import UserError
 from plaingpt.system.help_text import sections_of
-from plaingpt.system.removed import REMOVED
 from plaingpt.training.settings import WITHOUT_EFFECT, TrainConfig
-from plan import PlanConfig
 from prepare import PrepareConfig
 
 
@@ -45,17 +43,6 @@ def test_the_end_of_the_learning_rate_follows_what_it_depends_on(tmp_path):
         for file in (plain, computed):
             config = load(file, *options)
             assert config.min_lr == pytest.approx(min_lr) and config.lr_decay_iters == end
-
-
-def test_a_word_of_an_earlier_version_is_answered_by_one_line_that_says_what_to_use_now(tmp_path):
-    for cls in (TrainConfig, BenchConfig, PlanConfig, PrepareConfig):
-        for name in REMOVED.keys() - {field.name for field in dataclasses.fields(cls)}:
-            file = write(tmp_path / 'a.py', f'{name} = "never said"')
-            for arg in (file, f'--{name}', f'--{name}=3'):
-                with pytest.raises(UserError) as error:
-                    load_config(cls, [str(arg)])
-                said, = str(error.value).splitlines()
-                assert f'unknown setting {name}' in said and said.endswith(REMOVED[name])
 
 
 def test_help_tells_the_settings_that_people_set_with_their_defaults_and_meanings(capsys):

@@ -134,7 +134,7 @@ def test_the_validation_loss_is_that_of_each_token_once(trained, char_data, tmp_
     assert 0 < scores['loss_stderr'] < 0.1
 
 
-def test_a_run_of_an_older_version_is_sampled_evaluated_and_exported(tmp_path, capsys):
+def test_a_run_of_1_0_is_sampled_evaluated_and_exported(tmp_path, capsys):
     shutil.copytree(ROOT / 'tests/data/format_1', tmp_path / 'old')
     run = f'--out_dir={tmp_path}/old/run'
     scores = scores_of(tmp_path, run, f'--dataset={tmp_path}/old/dataset')['val']

@@ -78,18 +78,18 @@ def test_a_damaged_run_json_is_an_error_that_names_it(trained, tmp_path, capsys,
     shutil.copy(trained / 'metrics.jsonl', tmp_path)
     path, config = tmp_path / 'run.json', facts['config']
     wrong = [{**facts, **change} for change in (
-        {'config': None}, {'config': []}, {'config': {}}, {'changed': None}, {'ending': 3},
+        {'config': None}, {'config': []}, {'config': {}}, {'ending': 3},
         {'config': {**config, 'warmup_iters': 'two'}}, {'end': []}, {'end': {'iter': '6'}},
         {'from_scratch': None}, {'train_tokens': 'many'}, {'val_bytes_per_token': []})]
     wrong += [{k: x for k, x in facts.items() if k != key}
-              for key in ('config', 'changed', 'from_scratch', 'train_tokens')]
+              for key in ('config', 'from_scratch', 'train_tokens')]
     texts = ['', '{"config": {', '\x00', *map(json.dumps, ([], None, 5, 'text', {}, *wrong))]
     for text in texts:
         path.write_text(text)
         assert f'{path} is damaged' in fails(capsys, monkeypatch, plot.main, tmp_path), text
 
 
-def test_a_folder_of_an_older_version_is_drawn_and_reported(tmp_path, capsys):
+def test_a_run_of_1_0_is_drawn_and_reported(tmp_path, capsys):
     out = tmp_path / 'out'
     shutil.copytree(ROOT / 'tests/data/format_1/run', out)
     plot.main([str(out)])

@@ -72,9 +72,6 @@ sample run --batch_size=0                   → batch_size
 sample run '--stop=["a", 5]'                → not a JSON list
 sample run --device=cuda:99                 → cuda
 sample run --chat                           → was not tuned on conversations
-sample run --min_p=0.1                      → it was removed; top_p
-sample run --prompts=x                      → it was removed; plaingpt.load
-sample run --template=User:                 → brings the form
 sample --init_from=gpt5                     → gpt5
 sample out-none                             → out-none: no checkpoint there
 sample gpt2                                 → gpt2: no checkpoint there of others with --init_from
@@ -89,13 +86,10 @@ evaluate out-none                           → out-none: no checkpoint there
 evaluate run --tasks=text                   → goes with --data
 evaluate run --tasks=val --data=x           → goes with --data
 evaluate run --tasks=text --data=none       → No such file
-evaluate run --tasks=test                   → --tasks=text --data=FILE
 evaluate run --tasks=                       → tasks is empty
 evaluate run --batch_size=0                 → batch_size
 evaluate run --dataset=nowhere              → nowhere is not prepared: text FILES --data_dir
 evaluate run --output=no/folder             → its folder is not there
-evaluate run --include_path=nowhere         → --tasks=mine.yaml
-evaluate run --lm_eval=x                    → it was removed; name its tasks with --tasks=
 
 export run                                  → dest is empty
 export run --dest=data                      → exists already
@@ -141,7 +135,6 @@ bench --sweep=conf=0,4                      → variant 'conf=0': unknown key 'c
 bench --sweep=conv=0,4 --judge              → one at a time
 bench --variants=yours.py                   → variants=yours.py: no such file; it is ablation, grid
 bench --variants=grid --batch_size=6        → batch_size=6
-bench --memory                              → python plan.py CONFIG says
 bench --minutes=3                           → minutes=3.0 is for train.py
 bench --sweep=seed=1,2                      → leave seed and out_dir out
 bench --judge --seeds=1                     → judge takes two seeds

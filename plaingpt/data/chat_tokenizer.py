@@ -7,7 +7,6 @@ is our template, with five tokens more. The template of another model is rendere
 renders it.
 """
 
-import json
 import re
 from functools import lru_cache
 from itertools import pairwise
@@ -45,20 +44,8 @@ PLAIN_TEMPLATES = {  # for models whose own template cannot be used, by the toke
         "message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}"
         "{% endfor %}{% if add_generation_prompt %}"
         "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}")}
-TOLD = (  # before a template: what the system says where a conversation does not begin with it
-    "{{% if not messages or messages[0]['role'] != 'system' %}}"
-    "{{% set messages = [{{'role': 'system', 'content': {}}}] + messages %}}{{% endif %}}")
 MARK = '\ufdd0'  # no character of any text: Unicode leaves it to programs
 USER, ANSWER = {'role': 'user', 'content': MARK}, {'role': 'assistant', 'content': MARK}
-
-
-def chat_from_json(base, description):
-    """The ChatTokenizer of a description. Earlier versions wrote the name of a plain template, and
-    what the system says."""
-    template = description.get('template') or PLAIN_TEMPLATES.get(description.get('form'), '')
-    if told := description.get('system'):
-        template = TOLD.format(json.dumps(told, ensure_ascii=False)) + template
-    return ChatTokenizer(base, template)
 
 
 def as_chat(description, where):

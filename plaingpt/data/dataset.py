@@ -15,13 +15,14 @@ import numpy as np
 from plaingpt.data import tokenizers
 from plaingpt.data.token_files import TokenStream, open_tokens
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import ROOT, read_json
+from plaingpt.system.files import ROOT, read_json, refuse_unknown
 from plaingpt.system.formatting import command_for, quoted
 
 FORMAT_VERSION = 1
+META_KEYS = {'format_version', 'dtype', 'vocab_size', 'tokenizer', 'splits', 'source'}
 SPLITS = ('train', 'val')
 MASK_ENDING = '_mask.bin'  # of the file that says which tokens of NAME.bin count in the loss
-TOKEN_FILES = re.compile(r'(train|val|test)(_\d{6})?(_mask)?\.bin')  # of this version or earlier
+TOKEN_FILES = re.compile(r'(train|val)(_\d{6})?(_mask)?\.bin')
 VERIFIED_TOKENS = 2**27  # a larger split is not read whole before a run: it would take a second
 QUESTIONS = 3  # of the validation split, for samples of a tuned model
 UNFINISHED = 'unfinished'  # prepare.py's folder for files that are not complete yet
@@ -91,11 +92,6 @@ class Dataset:
         files, masks = self._open(split)
         return [file.sha256 or file.sampled_sha256() for file in [*files, *masks]]
 
-    def is_identity(self, split, saved):
-        """True where `saved` is the identity of a split; earlier versions saved the path of a
-        folder without meta.json."""
-        return saved in (self.identity(split), os.path.abspath(self.folder))
-
     def state(self):
         """What a checkpoint keeps of the data, so that a resumed run has the same."""
         return {'tokenizer': self.tokenizer_json(), 'data': self.identity('train')}
@@ -105,7 +101,7 @@ class Dataset:
         files, masks = self._open(name)
         if masks:
             from plaingpt.data.packing import ConversationTokens  # with torch
-            of_others = {'form', 'template'} & self.tokenizer_json().keys()
+            of_others = 'template' in self.tokenizer_json()
             return ConversationTokens(files, masks, self.vocab_size,
                                       self.tokenizer() if of_others else None)
         return TokenStream(files, self.vocab_size)
@@ -229,13 +225,15 @@ def not_prepared(folder):
 
 
 def read_meta(path):
-    """meta.json → a dict whose needed keys are there. Raises UserError."""
+    """meta.json → a dict with META_KEYS. Raises UserError."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         meta = read_json(path)
-        if meta['format_version'] == FORMAT_VERSION \
-                and {'dtype', 'vocab_size', 'tokenizer', 'splits'} <= meta.keys():
+        if meta['format_version'] != FORMAT_VERSION:
+            refuse_unknown(path, [f'format_version={meta["format_version"]}'])
+        refuse_unknown(path, meta.keys() - META_KEYS)
+        if meta.keys() == META_KEYS:
             return meta
-    raise UserError(f'{path} is broken, or a newer plainGPT wrote it: prepare the data again')
+    raise UserError(f'{path} is damaged: prepare the data again')
 
 
 # -----------------------------------------------------------------------------

@@ -60,10 +60,8 @@ class PackedLoader(BatchLoader):
         if not len(targets):
             raise UserError(f'{stream.files[0].path}: with block_size={self.block_size} no '
                             'sequence has a token of an answer: raise it')
-        # As earlier versions packed them, so that a resumed run sees the same batches.
-        most = max(32, self.block_size // 16) - 1
         lengths = self.sizes + self.with_bos
-        rows = best_fit(lengths, length, most)
+        rows = best_fit(lengths, length)
         # The pieces of each sequence, the longest first; the sequences in the order of the text.
         order = np.lexsort((-lengths, rows))
         firsts = np.flatnonzero(np.diff(rows[order], prepend=-1))
@@ -201,13 +199,13 @@ def mask_sums(stream, places):
     return found
 
 
-def best_fit(sizes, room, most):
-    """Sizes of pieces, none above `room` → the sequence that each goes into. The longest is first.
-    Each goes where it leaves the least room, and a sequence takes at most `most` pieces."""
+def best_fit(sizes, room):
+    """Sizes of pieces, none above `room` → the sequence that each goes into. The longest is first,
+    and each goes where it leaves the least room."""
     rows = np.empty(len(sizes), np.int64)
     by_room = [[] for _ in range(room + 1)]  # sequences by the room that is left
     some = 0  # bit n is set if a sequence has room n left
-    pieces = []  # of each sequence
+    count = 0  # of sequences
     for i in np.argsort(-sizes, kind='stable').tolist():
         size = int(sizes[i])
         if fitting := some >> size:
@@ -215,12 +213,11 @@ def best_fit(sizes, room, most):
             row = by_room[left].pop()
             some ^= (not by_room[left]) << left
         else:
-            left, row = room, len(pieces)
-            pieces.append(0)
+            left, row = room, count
+            count += 1
         rows[i] = row
-        pieces[row] += 1
         left -= size
-        if left and pieces[row] < most:
+        if left:
             by_room[left].append(row)
             some |= 1 << left
     return rows

@@ -170,7 +170,7 @@ def is_done(folder, command, overwrite):
         raise UserError(f'{folder} has tokens and no meta.json, so prepare.py did not make them: '
                         'name another folder with --data_dir')
     try:
-        earlier = read_meta(folder / 'meta.json').get('source', {})
+        earlier = read_meta(folder / 'meta.json')['source']
     except UserError:  # there is none, or it is broken
         return False
     differ = [f'{key} {earlier.get(key, "none")}, not {command.get(key, "none")}'

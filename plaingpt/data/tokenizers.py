@@ -189,8 +189,9 @@ def from_json(description):
                 from plaingpt.data.foreign_tokenizer import ForeignTokenizer
                 return ForeignTokenizer(description)
             case 'chat':
-                from plaingpt.data.chat_tokenizer import chat_from_json
-                return chat_from_json(from_json(description['base']), description)
+                from plaingpt.data.chat_tokenizer import ChatTokenizer
+                return ChatTokenizer(from_json(description['base']),
+                                     description.get('template', ''))
     except (KeyError, TypeError, ValueError):
         pass
     raise UserError(f'unknown tokenizer {repr(description)[:80]}: expected one that prepare.py '

@@ -20,7 +20,7 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.files import is_hub_name, read_json
 from plaingpt.weights import PRETRAINED, begin_new_tokens, check_finite
 
-# Older versions saved masks and the speeds of rotary positions beside the weights.
+# Older versions of transformers saved masks and the speeds of rotary positions beside the weights.
 NO_WEIGHTS = re.compile(r'(transformer\.)?h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq')
 
 

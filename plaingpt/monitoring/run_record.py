@@ -96,8 +96,7 @@ def describe_run(config, dataset, loader, device, dtype, compile, world, resumed
         else config.init_from in ('scratch', 'auto')
     return {
         'config': asdict(config), 'changed': changed_settings(config),
-        'data': {'folder': str(dataset.folder),
-                 **{key: dataset.meta[key] for key in ('corpus', 'source') if key in dataset.meta}},
+        'data': {'folder': str(dataset.folder), 'source': dataset.meta.get('source', {})},
         'vocab_size': dataset.vocab_size, 'train_tokens': loader.epoch_tokens(),
         'val_bytes_per_token': dataset.bytes_per_token('val'),
         'from_scratch': from_scratch,
@@ -119,22 +118,17 @@ FACTS = {'from_scratch': bool, 'train_tokens': int, 'warmup_iters': int, 'datase
 
 
 def read_run(out_dir, tell=warn, needed=frozenset()):
-    """run.json of a folder, with the settings of an earlier version as this one has them; {} where
-    there is none. If it is damaged, or lacks some of FACTS that are needed, it counts as none, and
-    `tell` is called."""
-    from plaingpt.system.removed import as_today
+    """run.json of a folder; {} where there is none. If it is damaged, or lacks some of FACTS that
+    are needed, it counts as none, and `tell` is called."""
     path = Path(out_dir, 'run.json')
     try:
         run = read_json(path)
-        config = as_today(run['config'])
-        run['changed'] = {key: value for key, value in config.items()
-                          if key in run['changed'] or key not in run['config']}
-        facts = config | run
+        facts = run['config'] | run
         wrong = [key for key in needed | (FACTS.keys() & facts.keys())
                  if not isinstance(facts[key], FACTS[key])]
         if wrong or ('end' in run and not is_usable(run['end'])):
             raise TypeError(', '.join(wrong) or 'end')
-        return {**run, 'config': config}
+        return run
     except FileNotFoundError:
         pass
     except Exception as e:  # whatever it holds

@@ -47,6 +47,14 @@ def read_json(path):
     return json.loads(Path(path).read_bytes())
 
 
+def refuse_unknown(path, names):
+    """Raise UserError for names in a file of plainGPT that this version does not know, if any."""
+    if names:
+        raise UserError(f'{path} is from another version of plainGPT: it has '
+                        f'{", ".join(sorted(names))}, which this one does not know: use the '
+                        'version that wrote it')
+
+
 def append_line(path, value):
     """Add a JSON object to a .jsonl file, in a line of its own even if a kill left half a line.
     Where the disk refuses, this warns, and the program continues."""

@@ -39,15 +39,14 @@ from plaingpt.system.distributed import (
     local_rows,
 )
 from plaingpt.system.errors import UserError, warn
-from plaingpt.system.files import read_json, sha256_of, sync, write_json
+from plaingpt.system.files import read_json, refuse_unknown, sha256_of, sync, write_json
 from plaingpt.weights import begin_new_tokens, check_finite, copy_rows
 
 FORMAT_VERSION = 1
-# Keys of state.json as an earlier version wrote them → as they are called now.
-RENAMED = {'windows': 'sequences', 'stale': 'evals_since_best'}
-# What a checkpoint of an earlier version may lack.
-LATER = {'val_loss': None, 'elapsed_s': 0.0, 'left_s': None, 'wandb_id': None,
-         'eval_sequences': 0, 'dtype': None, 'averaged_steps': None}
+STATE_KEYS = {  # of state.json, beside its checksum
+    'format_version', 'iter_num', 'sequences', 'evaluated', 'val_loss', 'val_loss_stderr',
+    'best_val_loss', 'evals_since_best', 'eval_sequences', 'elapsed_s', 'left_s', 'wandb_id',
+    'config', 'model', 'tokenizer', 'data', 'dtype', 'scaler', 'averaged_steps', 'rng', 'chunks'}
 PART = re.compile(r'(.*?)(?:\[(\d+):(\d+)\])?')  # name, or name[first:end] for some rows
 CHUNK_BYTES = 500 * 10**6  # of tensors in a file, which with its header stays below 512 MB
 KEPT = 2  # of the newest checkpoints, beside the best
@@ -87,10 +86,11 @@ class Checkpoint:
         return self.state['tokenizer']
 
     def settings(self):
-        """{setting: value} of its run, as this version says them. Raises UserError."""
-        from plaingpt.system.removed import as_today, refuse_others
-        refuse_others(self.state['config'], self.path)
-        return as_today(self.state['config'])
+        """{setting: value} of its run. Raises UserError for one that this version does not know."""
+        from plaingpt.training.settings import TrainConfig  # sampling needs no settings of training
+        settings = self.state['config']
+        refuse_unknown(self.path, settings.keys() - {field.name for field in fields(TrainConfig)})
+        return settings
 
     @property
     def iter_num(self):
@@ -99,7 +99,7 @@ class Checkpoint:
     @property
     def val_loss(self):
         """Validation loss at this iteration; inf where it was not measured."""
-        loss = self.state['val_loss']
+        loss = self.state.get('val_loss')
         return math.inf if loss is None else loss
 
     @torch.no_grad()
@@ -211,8 +211,8 @@ def find(out_dir, which='latest', kinds=()):
     except Removed:  # look among those that are there now
         return find(out_dir, which, kinds)
     if found is None:
-        raise UserError('\n'.join([*problems, 'name another with --checkpoint, or train anew with '
-                                   '--init_from=scratch, which keeps them in a folder beside']))
+        raise UserError('\n'.join(problems) + '; or name another with --checkpoint, or train anew '
+                        'with --init_from=scratch, which keeps them in a folder beside')
     if launched_world().is_main:
         for problem in problems:
             warn(f'skipped a checkpoint: {problem}')
@@ -243,24 +243,18 @@ def iteration_of(path):
 
 def open_checkpoint(path):
     """Open a checkpoint directory, of which this reads state.json alone. Raises UserError where
-    that is damaged, or has what this version does not compute with, such as conv_bias=True; Removed
-    where the directory is gone."""
+    that is damaged, or has something that this version does not know; Removed where the directory
+    is gone."""
     try:
         state = read_json(path / 'state.json')
-        known = state.pop('sha256', None)  # earlier versions had it in a file of its own
-        if known not in (None, checksum(state)):
+        if state.pop('sha256', None) != checksum(state):
             raise ValueError('its checksum is not what was written')
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, TypeError, AttributeError) as e:  # the last two: of no object
         raise unreadable(path, f'{path}/state.json is damaged: {e}') from None
-    state = LATER | {RENAMED.get(key, key): value for key, value in state.items()}
     if state['format_version'] != FORMAT_VERSION:
-        raise UserError(f'{path} is from another version of plainGPT: it has format version '
-                        f'{state["format_version"]}')
-    known = {field.name for field in fields(GPTConfig)}
-    if others := {key: x for key, x in state['model'].items() if key not in known}:
-        from plaingpt.system.removed import refuse_others
-        refuse_others(others, path, unknown=True)
-        state['model'] = {key: x for key, x in state['model'].items() if key in known}
+        refuse_unknown(path, [f'format_version={state["format_version"]}'])
+    refuse_unknown(path, state.keys() - STATE_KEYS)
+    refuse_unknown(path, state['model'].keys() - {field.name for field in fields(GPTConfig)})
     return Checkpoint(path, state)
 
 
@@ -294,6 +288,7 @@ class Saver:
                 'checkpoint before with --init_from=resume and a lower --learning_rate')):
             raise UserError(problem)
         state = {'format_version': FORMAT_VERSION, **state, 'model': asdict(model.config)}
+        assert state.keys() <= STATE_KEYS, f'add to STATE_KEYS: {state.keys() - STATE_KEYS}'
         tensors = {'model': dict(model.named_parameters()),
                    'optimizer': optimizer_tensors(optimizer, model)}
         files = {kind: my_files(found, self.rank, self.world_size)

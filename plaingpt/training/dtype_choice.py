@@ -24,8 +24,7 @@ def choose_training_dtype(config, shape, device, resumed=None, group=None):
     resumed: the checkpoint that it continues; 'auto' keeps its dtype, so that losses stay the same
     group: gloo_group(), whose rank 0 measures"""
     measurable = device.type == 'cpu' and cpu_has_bfloat16() and shape.n_embd < WIDE
-    # An earlier version did not measure, and its checkpoints name no dtype: choose as it did.
-    if config.dtype != 'auto' or not measurable or (resumed and not resumed.state['dtype']):
+    if config.dtype != 'auto' or not measurable:
         return choose_dtype(config.dtype, device, shape.n_embd)
     if resumed and resumed.state['dtype'] != 'float16':  # which is a GPU's
         return resumed.state['dtype'], 'as before'

@@ -1,8 +1,7 @@
 """The settings of a training run, which train.py, plan.py and bench.py share.
 
 The comment beside a field is its help text, and its type may have a limit in words, which the
-configurator checks. TrainConfig inherits the fields of GPTConfig. The names of earlier
-versions are in plaingpt/system/removed.py.
+configurator checks. TrainConfig inherits the fields of GPTConfig.
 """
 
 import difflib

@@ -28,7 +28,7 @@ KEPT_SHAPE = [field.name for field in fields(GPTConfig) if field.name not in (
 # how it starts this time, or depend on how many processes there are.
 OF_THIS_START = {'out_dir', 'init_from', 'checkpoint', 'check', 'eval_only', 'minutes', 'parallel'}
 LOGS = ('metrics.jsonl', 'anomalies.jsonl', 'film.jsonl', 'run.json', 'report.md', 'loss.png',
-        'loss-details.png', 'film', 'film.html', 'tensorboard')
+        'film.html', 'tensorboard')
 
 
 def is_resumed(out_dir, init_from):
@@ -92,7 +92,7 @@ class Start:
 def saved_settings(config):
     """{setting: value} of the run that is continued. config: as its checkpoint has it"""
     saved = {field.name: config[field.name] for field in fields(TrainConfig)
-             if field.name in config.keys() - OF_THIS_START}
+             if field.init and field.name in config.keys() - OF_THIS_START}
     if config.get('check') == 'overfit':  # it decides what the run reads
         saved['check'] = 'overfit'
     # A checkpoint has numbers for 'auto'. They are 'auto' again, and follow the command's changes.
@@ -118,7 +118,7 @@ def check_resumed(resumed, config, dataset):
                         f'{resumed.path}: give a larger one, or leave it out')
     if resumed.state['tokenizer'] != dataset.tokenizer_json():
         other = 'with another tokenizer than that'
-    elif not dataset.is_identity('train', resumed.state['data']):
+    elif resumed.state['data'] != dataset.identity('train'):
         other = 'on other tokens than those'
     if other:
         raise UserError(f'{resumed.path} was trained {other} of {dataset.folder} (it has dataset='
@@ -233,4 +233,4 @@ def eval_sequences_of(checkpoint, config):
     batch size, so that its losses compare; unless the settings ask for another number."""
     if checkpoint.settings()['eval_iters'] != config.eval_iters:
         return config.eval_sequences()
-    return checkpoint.state['eval_sequences'] or config.eval_sequences()
+    return checkpoint.state['eval_sequences']

@@ -84,7 +84,7 @@ def test_every_token_but_the_first_is_a_target_within_six_epochs():
             assert np.array_equal(np.unique(targets), np.arange(1, n)), (n, block_size)
 
 
-def test_the_order_of_the_even_epochs_is_that_of_earlier_versions():
+def test_the_order_of_the_even_epochs_stays():
     for n, block_size, seed, sha256 in ((3071, 1024, 1337, '5aaaf1b46399219f'),
                                         (5000, 16, 5, 'e52650ee8a77f65c')):
         loader = BatchLoader(NoTokens(n), block_size, 1, seed=seed)

@@ -1,5 +1,6 @@
 """Token files and meta.json that are damaged, replaced, moved or cut short; others' token files."""
 
+import json
 import os
 import random
 
@@ -59,6 +60,16 @@ def test_a_file_of_another_length_or_none_and_a_broken_meta_json_are_named(own_d
     (own_data / 'val.bin').unlink()
     with pytest.raises(UserError, match=r'val\.bin'):
         open_dataset(own_data).split('val')
+
+
+def test_a_meta_json_of_a_newer_version_is_refused_by_what_is_new_and_not_called_damaged(own_data):
+    path = own_data / 'meta.json'
+    meta = json.loads(path.read_text())
+    for change, new in (({'layout': 'rows'}, 'layout'), ({'format_version': 2}, 'version=2')):
+        path.write_text(json.dumps({**meta, **change}))
+        with pytest.raises(UserError, match=rf'meta\.json is from another version.*{new}') as error:
+            open_dataset(own_data)
+        assert 'damaged' not in str(error.value)
 
 
 def test_an_id_beyond_the_vocabulary_is_named_with_its_place(tmp_path):
@@ -152,12 +163,6 @@ def test_processes_that_find_different_tokens_do_not_train(tiny, tmp_path):
                        before=lambda: os.chdir(tmp_path / f'machine{os.environ["RANK"]}'))
     assert [exit_code(pid) for pid in pids.values()] == [2, 2]
     assert all('find different tokens' in log.read_text() for log in logs.values())
-
-
-def test_the_path_that_an_earlier_version_saved_is_an_identity(tmp_path):
-    dataset = open_dataset(bare(tmp_path / 'bare', range(3000)))
-    assert dataset.is_identity('train', str(tmp_path / 'bare'))
-    assert not dataset.is_identity('train', str(tmp_path / 'other'))
 
 
 def test_a_sample_leaves_out_no_more_than_it_reads(tmp_path):

@@ -98,14 +98,6 @@ def test_each_epoch_has_each_sequence_once_and_processes_share_the_same_steps(tm
                     size * (mine != -1).sum().item() / (targets != -1).sum().item())
 
 
-def test_a_sequence_takes_no_more_short_conversations_than_in_earlier_versions(tmp_path):
-    conversations = [ask('', str(i % 10)) for i in range(300)]
-    for block_size in (64, 256, 1024):
-        loader = loader_of(write_chat(tmp_path / str(block_size), conversations), block_size, 1)
-        for row in loader._on_host(loader.firsts)[0]:
-            assert (row == CONVERSATION).sum() <= max(32, block_size // 16)
-
-
 def test_a_mask_that_is_gone_or_another_one_is_noticed(tmp_path):
     folder = write_chat(tmp_path / 'chat', random_conversations(5, 5))
     mask = folder / 'train_mask.bin'

@@ -16,7 +16,6 @@ TEXTS = [f'document {i} of the web' for i in range(1000)]
     (['--split=train[:50%]', '--val_split=train[:10%]'], 'Bad split: train[:50%]'),
     (['--split=nope'], 'nope'), (['--text_field=body'], "no field 'body', it has 'text'"),
     (['--val_fraction=1.5'], 'val_fraction=1.5: must be'),
-    (['--test_split=test'], 'it was removed; prepare it as a dataset of its own'),
     *((more, f'the {split} split would be empty: use more text') for more, split in (
         ([], 'val'), (['--val_fraction=0.99999'], 'train')))])
 def test_shares_and_splits_that_cannot_be_are_refused(more, words, tmp_path, refused):
@@ -32,8 +31,8 @@ def sides(texts, share):
     return [split for split, *_ in split_by_hash([Piece(text, True) for text in texts], share)]
 
 
-def test_the_side_of_a_document_is_that_of_earlier_versions_whatever_white_space_ends_it():
-    # of those: a hash of all of the text, its last line break included
+def test_the_side_of_a_document_stays_whatever_white_space_ends_it():
+    # a hash of all of the text, its last line break included
     hashes = [hashlib.blake2b(f'{text}\n'.encode(), digest_size=8).digest() for text in TEXTS]
     wanted = ['val' if int.from_bytes(found, 'big') < 0.3 * 2**64 else 'train' for found in hashes]
     for end in ('', '\n', '\r\n', ' ', '\n\n \t\n'):

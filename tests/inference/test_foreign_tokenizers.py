@@ -106,19 +106,6 @@ def test_text_that_spells_a_control_token_stays_text(folder, kind):
     assert count[0] == count[1] and text in chat.decode(ids[loss_mask])
 
 
-def test_what_earlier_versions_wrote_of_a_template_is_read(folder, kind):
-    description = read_tokenizer(folder)
-    form = 'llama3' if kind == 'llama3' else 'chatml'
-    chat = tokenizers.from_json({'kind': 'chat', 'base': description, 'form': form,
-                                 'system': 'Be kind.'})
-    ids, _ = chat.encode_conversation(ask('a', 'b'))
-    told, _ = chat.encode_conversation([{'role': 'system', 'content': 'Be kind.'}, *ask('a', 'b')])
-    assert ids.tolist() == told.tolist() and 'Be kind.' in chat.decode(ids)
-    assert chat.vocab_size == 512
-    assert tokenizers.from_json(chat.to_json()).encode_conversation(ask('a', 'b'))[0].tolist() \
-        == ids.tolist()
-
-
 CHANGING = THINKING.replace("* (message", "* (loop.last and message")  # earlier turns lose it
 
 

@@ -11,7 +11,6 @@ from helpers import launch, lines, same, weights
 import train
 from model import GPTConfig
 from plaingpt.system.distributed import launched_world
-from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import dtype_choice
 from plaingpt.training.dtype_choice import block_seconds, choose_training_dtype
 from plaingpt.training.settings import TrainConfig
@@ -66,13 +65,6 @@ def test_a_resumed_run_keeps_the_dtype_that_it_began_with(tiny, has_bfloat16, tm
     assert json.loads((tmp_path / 'out/run.json').read_text())['dtype'] == 'bfloat16'
     train.main([*tiny, f'--out_dir={tmp_path}/new'])
     assert not same(weights(tmp_path / 'new'), weights(tmp_path / 'whole'))
-
-
-def test_a_run_of_a_version_that_did_not_measure_goes_on_as_it_would_have(has_bfloat16, trained):
-    has_bfloat16(float32=9.0)
-    old = checkpoints.find(trained)
-    old.state['dtype'] = None
-    assert choose_training_dtype(TrainConfig(), SHAPE, CPU, old)[0] == 'float32'
 
 
 @pytest.mark.slow

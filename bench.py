@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 
 from configurator import load_config
-from model import Positive
 from plaingpt.data.dataset import open_data
 from plaingpt.experiments import runs, tables
 from plaingpt.experiments.judge import copy_sides, of_side, verdict
@@ -46,12 +45,14 @@ class BenchConfig(TrainConfig):
     judge: bool = False  # whether the code as it is here trains better than that of a commit
     # benchmark: how
     against: str = 'HEAD'  # judge: the commit
-    steps: Positive = 10  # speed: to time; a figure is their median
-    seeds: Positive = 3  # variants, sweep, judge: runs of each training
+    steps: int = 10  # speed: to time; a figure is their median
+    seeds: int = 3  # variants, sweep, judge: runs of each training
     save: str = ''  # folder for the results; trainings have out-experiments by default
 
-    def problems(self):
-        found = super().problems()
+    above_0 = (*TrainConfig.above_0, 'steps', 'seeds')
+
+    def conflicts(self):
+        found = super().conflicts()
         if self.batch_size == 'auto':
             found.append('batch_size=auto: a benchmark needs a number')
         if self.world_size() > 1:

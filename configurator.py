@@ -13,7 +13,6 @@ import ast
 import dataclasses
 import difflib
 import functools
-import operator
 import os
 import sys
 import traceback
@@ -37,10 +36,10 @@ def load_config(cls, argv, doc='', positional='', several=False, read_saved=lamb
     read_saved: {name: value} of these → {name: value} to begin with instead of the defaults, such
     as those of the run that the command line resumes
 
-    A field may have a limit in words: `Annotated[int, 'at least 1 and below 9']`; one that is
-    `init=False` is no setting. `cls` may define `out_of_range(self) -> list[str]` for other values
-    that are wrong by themselves, and `problems(self) -> list[str]` for those that contradict each
-    other. Raises UserError with every problem found, one a line. `--help` prints and exits.
+    A field that is `init=False` is not a setting. `cls` may name numbers that have limits, see
+    outside_limits(), and define `out_of_range(self) -> list[str]` for other invalid values and
+    `conflicts(self) -> list[str]` for those that contradict each other. Raises UserError with every
+    problem found, one a line. `--help` prints and exits.
     """
     if any(arg in ('--help', '-h') for arg in argv):
         from plaingpt.system.help_text import help_text
@@ -72,9 +71,9 @@ def build(cls, values, problems):
     problems = problems + outside_limits(config)
     if hasattr(config, 'out_of_range'):
         problems += config.out_of_range()
-    if hasattr(config, 'problems'):
+    if hasattr(config, 'conflicts'):
         with suppress(ArithmeticError):  # of values out of range
-            problems += config.problems()
+            problems += config.conflicts()
     if problems:
         raise UserError('\n'.join(problems))
     return config
@@ -297,26 +296,27 @@ def convert(value, kinds):
     raise ValueError
 
 
-COMPARISONS = {'at least': operator.ge, 'above': operator.gt,
-               'at most': operator.le, 'below': operator.lt}
-
-
 def outside_limits(config):
-    """The values that are outside the limits that their fields have in words, such as 'at least 0
-    and below 1', a line each."""
+    """Numbers outside the limits that `config.above_0`, `at_least_0` and `below_1` name them for,
+    a line each."""
     found = []
     for name in defaults(config):
-        value = getattr(config, name)
-        for limit in annotations_of(type(config), name):
-            if isinstance(limit, str) and not isinstance(value, str):
-                bounds = [bound.rsplit(' ', 1) for bound in limit.split(' and ')]
-                if not all(COMPARISONS[words](value, float(n)) for words, n in bounds):
-                    found.append(f'{name}={setting(value)}: must be {limit}')
+        value, limit = getattr(config, name), None
+        if isinstance(value, str):  # such as auto
+            continue
+        if name in getattr(config, 'above_0', ()) and value <= 0:
+            limit = 'above 0'
+        elif name in getattr(config, 'at_least_0', ()) and value < 0:
+            limit = 'at least 0'
+        elif name in getattr(config, 'below_1', ()) and not 0 <= value < 1:
+            limit = 'at least 0 and below 1'
+        if limit:
+            found.append(f'{name}={setting(value)}: must be {limit}')
     return found
 
 
 def annotations_of(cls, name):
-    """What a field's type is annotated with, in a union too: limits and readers."""
+    """What a field's type is annotated with, in a union too: functions that read text."""
     waiting, found = [get_type_hints(cls, include_extras=True)[name]], []
     for annotation in waiting:
         found += getattr(annotation, '__metadata__', ())

@@ -16,13 +16,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 
 from configurator import load_config
-from model import chunked_cross_entropy
 from plaingpt.checks.model_checks import attention_is_causal, short, small_model
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import open_named
@@ -34,6 +33,7 @@ from plaingpt.system.distributed import gloo_group, launched_world, print0
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
 from plaingpt.training.evaluation import mean_loss
+from plaingpt.training.loss import chunked_cross_entropy
 from plaingpt.training.open_weights import ModelChoice, load
 
 OURS = ('val', 'train', 'text')
@@ -45,14 +45,17 @@ class EvaluateConfig(ModelChoice):
     tasks: str = 'val'  # val, train, text, or those of lm_eval; several with commas
     dataset: str = ''  # of val and train, as in training; empty: the run's
     data: str = ''  # file of the task text
-    limit: Annotated[int, 'at least 0'] = 0  # questions of each task of lm_eval; 0 for all
+    limit: int = 0  # questions of each task of lm_eval; 0 for all
     # system
-    batch_size: Annotated[int, 'at least 1'] = 8  # sequences at a time; changes the speed alone
+    batch_size: int = 8  # sequences at a time; changes the speed alone
     device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'float32'  # precision of matmuls
     output: str = ''  # write the scores to this .json
 
-    def problems(self):
+    above_0 = ('batch_size',)
+    at_least_0 = ('limit',)
+
+    def conflicts(self):
         found = [] if self.tasks else ['tasks is empty: say what to score, such as val']
         if ('text' in self.tasks.split(',')) != bool(self.data):
             found.append('tasks=text goes with --data=FILE, the file to score')
@@ -149,7 +152,7 @@ class SequenceLosses(torch.nn.Module):
     def forward(self, idx, targets):
         gpt, x = self.gpt, self.gpt.hidden(idx)  # (B, T, C)
         return None, torch.stack([
-            chunked_cross_entropy(x_i, gpt.lm_head.weight, gpt.config.vocab_size, targets_i, 'auto')
+            chunked_cross_entropy(x_i, gpt.lm_head.weight, gpt.config.vocab_size, targets_i)
             for x_i, targets_i in zip(x, targets, strict=True)])
 
 

@@ -34,7 +34,7 @@ class ExportConfig(ModelChoice):
     format: Literal['transformers', 'gguf'] = 'transformers'  # gguf: a file for llama.cpp
     dtype: Literal[*DTYPES] = 'float32'  # of the weights; in a gguf file, of the matrices
 
-    def problems(self):
+    def conflicts(self):
         return [] if self.dest else ['dest is empty: name a folder to write, as --dest=my-gpt, or '
                                      'a file, as --format=gguf --dest=my-gpt.gguf']
 

@@ -11,15 +11,16 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from configurator import load_config
-from model import GPT, RECOMPUTED, Positive
+from model import GPT
 from plaingpt.experiments.speed import estimate_step, planned_shape
+from plaingpt.parallel.activation_checkpointing import CHECKPOINT_MODES
 from plaingpt.system import devices
 from plaingpt.system.errors import run_script
 from plaingpt.system.formatting import GIB, count_of, duration, gib, short
 from plaingpt.training import memory
 from plaingpt.training.checkpoint import KEPT
 from plaingpt.training.dtype_choice import choose_training_dtype
-from plaingpt.training.settings import NotNegative, TrainConfig
+from plaingpt.training.settings import TrainConfig
 from plaingpt.training.start import Start
 
 COUNTED_DEPTHS = (100, 102)  # parameters of a deeper model follow from these
@@ -29,8 +30,11 @@ COUNTED_DEPTHS = (100, 102)  # parameters of a deeper model follow from these
 class PlanConfig(TrainConfig):
     """The settings of a plan. Those that are without repr do not change a trace of a step."""
     # plan
-    gpu_memory_gb: NotNegative = 0.0  # memory of each GPU; 0: this machine
-    processes: Positive = field(default=1, repr=False)  # that share a step, one on each GPU
+    gpu_memory_gb: float = 0.0  # memory of each GPU; 0: this machine
+    processes: int = field(default=1, repr=False)  # that share a step, one on each GPU
+
+    above_0 = (*TrainConfig.above_0, 'processes')
+    at_least_0 = (*TrainConfig.at_least_0, 'gpu_memory_gb')
 
     def world_size(self):
         return self.processes
@@ -96,7 +100,7 @@ def print_memory(shape, config, dtype, device_type, available):
                  'smaller model or block_size')
     print('by phase: ' + ', '.join(f'{phase} {gib(size)}' for phase, size in plan.totals.items()))
     kinds = {kind: memory.predict(shape, replace(config, activation_checkpointing=kind), dtype,
-                                  device_type).total for kind in RECOMPUTED}
+                                  device_type).total for kind in CHECKPOINT_MODES}
     print('by activation_checkpointing: '
           + ', '.join(f'{kind} {gib(size)}' for kind, size in kinds.items()))
     return plan

@@ -24,7 +24,7 @@ class PlotConfig:
     output: str = ''  # the picture (default: loss.png in the folder; compare.png here for several)
     film: bool = False  # make a page of what film=True saw in training
 
-    def problems(self):
+    def conflicts(self):
         ending = '.html' if self.film else '.png'
         return [f'output={self.output}: must end in {ending}'] \
             if self.output and not self.output.endswith(ending) else []

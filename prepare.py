@@ -16,7 +16,7 @@ import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from configurator import load_config
 from plaingpt.data import datatrove, tokenizers
@@ -42,8 +42,6 @@ from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import command_for, quoted
 from plaingpt.system.machine import allowed_cpus
 
-Fraction = Annotated[float, 'above 0 and below 1']
-
 
 @dataclass
 class PrepareConfig:
@@ -61,15 +59,18 @@ class PrepareConfig:
     encoding: str = 'utf-8'  # of all files: latin-1, cp1252, utf-16, or another
     # how much
     max_tokens: int | str = 0  # to train on, such as 100M or 1.5B (0: all); then reading ends
-    val_fraction: Literal['auto'] | Fraction = 'auto'  # held out (auto: 0.1, up to 1M tokens)
+    val_fraction: Literal['auto'] | float = 'auto'  # held out (auto: 0.1, up to 1M tokens)
     # how
     tokenizer: str = 'auto'  # char, byte, gpt2, bpe:SIZE, dataset, run, model (auto: listed)
-    shard_tokens: Annotated[int, 'at least 1'] = 100_000_000  # tokens a file
-    num_proc: Literal['auto'] | Annotated[int, 'at least 1'] = 'auto'  # threads (auto: one a core)
+    shard_tokens: int = 100_000_000  # tokens a file
+    num_proc: Literal['auto'] | int = 'auto'  # threads (auto: one a core)
     overwrite: bool = False  # replace what another command prepared in the same folder
     if_small: bool = False  # only if it takes under a minute; else print the command to run
 
-    def problems(self):
+    above_0 = ('val_fraction', 'shard_tokens', 'num_proc')
+    below_1 = ('val_fraction',)
+
+    def conflicts(self):
         found = []
         if bool(self.prompt) != bool(self.completion):
             found.append('prompt and completion go together: name both columns')

@@ -41,15 +41,17 @@ class SampleConfig(Sampling, GeneratorChoice):
     # prompts
     start: Annotated[str, read_start] = '\n'  # the prompt, with \n, \t, \x41; or FILE:path of one
     stop: Annotated[str, read_stop] = ''  # end before this text; or a JSON list: ["\n\n", "User:"]
-    num_samples: Annotated[int, 'at least 1'] = 10  # samples to draw
+    num_samples: int = 10  # samples to draw
     chat: bool = False  # talk with the model at the terminal instead
     system: Annotated[str, unescape] = ''  # what a chat's assistant is told at the start
     # system
     stream: bool = False  # print each sample as it is written
-    batch_size: Annotated[int, 'at least 1'] = 8  # samples at a time; changes the speed alone
+    batch_size: int = 8  # samples at a time; changes the speed alone
     compile: Literal['auto'] | bool = False  # torch.compile the model for single tokens
 
-    def problems(self):
+    above_0 = (*Sampling.above_0, 'num_samples', 'batch_size')
+
+    def conflicts(self):
         found = []
         if self.system and not self.chat:
             found.append(f'system={self.system}: goes with --chat')

@@ -16,7 +16,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
-from typing import Annotated
 
 from configurator import checked, load_config
 from plaingpt.inference.text_generator import Sampling, list_stops
@@ -44,7 +43,10 @@ ACCEPTED = {  # values of OpenAI's options; others ask for what this server does
 @dataclass
 class ServeConfig(GeneratorChoice):
     host: str = '127.0.0.1'  # 0.0.0.0 for other machines, with PLAINGPT_API_KEY in the environment
-    port: Annotated[int, 'at least 0 and below 65536'] = 8000  # 0 for a free one
+    port: int = 8000  # 0 for a free one
+
+    def out_of_range(self):
+        return [] if 0 <= self.port < 65536 else [f'port={self.port}: must be from 0 to 65535']
 
 
 class Server:

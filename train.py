@@ -22,6 +22,7 @@ from model import GPT
 from plaingpt.checks.preflight import preflight
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import Dataset, describe_batches, open_data
+from plaingpt.parallel.activation_checkpointing import apply_activation_checkpointing
 from plaingpt.system import devices
 from plaingpt.system.distributed import (
     Stopped,
@@ -38,6 +39,7 @@ from plaingpt.training.averaging import averaged, go_on
 from plaingpt.training.checkpoint import KEPT, Saver
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.evaluation import check_tasks, mean_loss, mixture_error
+from plaingpt.training.loss import chunked_cross_entropy
 from plaingpt.training.memory_check import fit_to_memory
 from plaingpt.training.monitor import Monitor
 from plaingpt.training.optimizers import build_optimizer
@@ -117,8 +119,8 @@ def setup(config, start, world, device, device_why):
         from plaingpt.parallel import sharding
     with sharding.parameters_on_meta() if is_sharded else nullcontext():
         model = GPT(gpt_config)
-    model.loss_chunk_tokens = 'auto'
-    model.activation_checkpointing = config.activation_checkpointing
+    model.loss_function = chunked_cross_entropy
+    apply_activation_checkpointing(model, config.activation_checkpointing)
     if is_sharded:
         sharding.shard(model, device, dtype, compile)  # calls fully_shard
     if start.weights:

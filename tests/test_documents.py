@@ -1,10 +1,17 @@
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from helpers import HostReads
 
 from model import GPT, GPTConfig, find_documents
+from plaingpt.parallel.activation_checkpointing import (
+    CHECKPOINT_MODES,
+    apply_activation_checkpointing,
+)
+from plaingpt.training.loss import chunked_cross_entropy
 
 OPENER = 64
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32,
@@ -53,10 +60,12 @@ def test_a_document_in_a_sequence_has_the_logits_and_gradients_that_it_has_alone
         torch.testing.assert_close(logits, model(part)[0], atol=1e-4, rtol=1e-4)
     loss = sum(model(i, t)[1] * i.numel() for i, t in zip(alone(idx), alone(targets), strict=True))
     expected = torch.autograd.grad(loss / idx.numel(), list(model.parameters()))
-    model.loss_chunk_tokens = 24
-    for kind in ('none', 'selective', 'full'):
-        model.activation_checkpointing = kind
-        found = torch.autograd.grad(model(idx, targets)[1], list(model.parameters()))
+    model.loss_function = partial(chunked_cross_entropy, chunk=24)
+    for mode in CHECKPOINT_MODES:
+        checkpointed = deepcopy(model)
+        apply_activation_checkpointing(checkpointed, mode)
+        loss = checkpointed(idx, targets)[1]
+        found = torch.autograd.grad(loss, list(checkpointed.parameters()))
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
     plain = GPT(replace(model.config, document_attention=False))
     plain.load_state_dict(model.state_dict())

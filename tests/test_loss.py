@@ -2,10 +2,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import model
-from model import (
-    GPT,
-    GPTConfig,
+from model import GPT, GPTConfig
+from plaingpt.training import loss
+from plaingpt.training.loss import (
     chunk_size,
     chunked_cross_entropy,
     fused_cross_entropy,
@@ -26,8 +25,8 @@ def head_and_text():
 
 
 def loss_and_gradients(compute, head, x, targets):
-    loss = compute(x, head, targets)
-    return loss, *torch.autograd.grad(loss, (x, *head.parameters()))
+    nats = compute(x, head, targets)
+    return nats, *torch.autograd.grad(nats, (x, *head.parameters()))
 
 
 @pytest.mark.parametrize('compiled', [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -59,7 +58,7 @@ def test_what_is_compiled_computes_the_same():
 
 def test_no_more_rows_of_logits_than_asked_are_there_at_once(monkeypatch):
     rows = []
-    monkeypatch.setattr(model, 'summed_cross_entropy', lambda logits, *rest: (
+    monkeypatch.setattr(loss, 'summed_cross_entropy', lambda logits, *rest: (
         rows.append(len(logits)), summed_cross_entropy(logits, *rest))[1])
     head, x, targets = head_and_text()
     chunked_cross_entropy(x, head.weight, V, targets, 16)
@@ -77,8 +76,8 @@ def test_automatic_chunks_are_large_where_the_batch_is(device, tokens, vocab_siz
 
 def test_a_batch_without_any_target_has_a_loss_and_gradients_of_zero():
     gpt = GPT(GPTConfig(block_size=8, vocab_size=V, n_layer=1, n_head=2, n_embd=16))
-    for chunk in (0, 8):
-        gpt.loss_chunk_tokens = chunk
-        loss = gpt(torch.randint(V, (2, 8)), torch.full((2, 8), -1))[1]
-        gradients = torch.autograd.grad(loss, list(gpt.parameters()))
-        assert loss == 0 and not any(gradient.any() for gradient in gradients)
+    for loss_function in (None, chunked_cross_entropy):
+        gpt.loss_function = loss_function
+        nats = gpt(torch.randint(V, (2, 8)), torch.full((2, 8), -1))[1]
+        gradients = torch.autograd.grad(nats, list(gpt.parameters()))
+        assert nats == 0 and not any(gradient.any() for gradient in gradients)

@@ -1,9 +1,11 @@
+import copy
 import math
 import os
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ import torch.nn.functional as F
 from helpers import ROOT
 
 from model import GPT, GPTConfig, ShortConv
+from plaingpt.parallel.activation_checkpointing import apply_activation_checkpointing
+from plaingpt.training.loss import chunked_cross_entropy
 
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
 
@@ -114,7 +118,7 @@ def test_the_loss_in_chunks_is_as_exact_as_the_plain_one_in_half_precision():
             model = GPT(SMALL)
             _, exact = loss_and_gradient(model, model)
             _, plain = loss_and_gradient(model, model, dtype)
-            model.loss_chunk_tokens = 32
+            model.loss_function = partial(chunked_cross_entropy, chunk=32)
             _, chunked = loss_and_gradient(model, model, dtype)
             errors += torch.tensor([relative(plain, exact), relative(chunked, exact)])
         assert 0 < errors[1] < 1.05 * errors[0], dtype
@@ -123,7 +127,7 @@ def test_the_loss_in_chunks_is_as_exact_as_the_plain_one_in_half_precision():
 def test_float16_gradients_of_a_large_batch_do_not_vanish(model):
     idx = tokens(1024, 16)  # 1 / (B·T·V) is below what float16 can hold
     _, exact = loss_and_gradient(model, model, idx=idx)
-    model.loss_chunk_tokens = 4096
+    model.loss_function = partial(chunked_cross_entropy, chunk=4096)
     _, gradient = loss_and_gradient(model, lambda *batch: (None, model(*batch)[1] * 2**10),
                                     torch.float16, idx)
     assert relative(gradient / 2**10, exact) < 0.01
@@ -133,12 +137,13 @@ def test_activations_computed_again_change_nothing():
     torch.manual_seed(0)
     model = GPT(replace(SMALL, dropout=0.2))
     for dtype in (torch.float32, torch.bfloat16):
-        model.activation_checkpointing = 'none'
         loss, gradient = loss_and_gradient(model, model, dtype)
-        for kind in ('selective', 'full'):
-            model.activation_checkpointing = kind
-            again_loss, again = loss_and_gradient(model, model, dtype)
-            assert torch.equal(loss, again_loss) and torch.equal(gradient, again), (kind, dtype)
+        for mode in ('selective', 'full'):
+            checkpointed = copy.deepcopy(model)
+            apply_activation_checkpointing(checkpointed, mode)
+            again_loss, again = loss_and_gradient(checkpointed, checkpointed, dtype)
+            assert torch.equal(loss, again_loss) and torch.equal(gradient, again), (mode, dtype)
+            assert checkpointed.state_dict().keys() == model.state_dict().keys()
 
 
 @pytest.mark.parametrize('checkpointing', [
@@ -147,7 +152,8 @@ def test_a_compiled_model_computes_the_same(checkpointing):
     torch.manual_seed(0)
     model = GPT(replace(SMALL, n_layer=1))
     expected_loss, expected = loss_and_gradient(model, model)
-    model.loss_chunk_tokens, model.activation_checkpointing = 32, checkpointing
+    model.loss_function = partial(chunked_cross_entropy, chunk=32)
+    apply_activation_checkpointing(model, checkpointing)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend='aot_eager', fullgraph=True)
     loss, gradient = loss_and_gradient(model, compiled)
@@ -174,11 +180,11 @@ def test_the_loss_in_chunks_keeps_no_logits_and_checkpointing_keeps_less():
     model = GPT(GPTConfig(block_size=16, vocab_size=3000, n_layer=2, n_head=2, n_embd=32))
     idx = tokens(8, 16)
     plain = saved_bytes(model, idx)
-    model.loss_chunk_tokens = 32
+    model.loss_function = partial(chunked_cross_entropy, chunk=32)
     in_chunks = saved_bytes(model, idx)
     # what goes: float32 (B·T, V); what comes: the gradients, (B·T, C) and (V, C)
     assert plain - in_chunks == pytest.approx(4 * (128 * 3000 - 128 * 32 - 3000 * 32), rel=0.02)
-    model.activation_checkpointing = 'full'
+    apply_activation_checkpointing(model, 'full')
     blocks = in_chunks - 4 * (128 * 32 + 3000 * 32)
     assert in_chunks - saved_bytes(model, idx) > blocks / 2
 
@@ -218,7 +224,7 @@ def test_each_flag_trains_in_chunks_and_in_bfloat16_as_in_plain_float32():
         exact_loss, exact = loss_and_gradient(model, model)
         _, rounded = loss_and_gradient(model, model, torch.bfloat16)
         assert relative(rounded, exact) < 0.05, flags
-        model.loss_chunk_tokens = 7
+        model.loss_function = partial(chunked_cross_entropy, chunk=7)
         loss, chunked = loss_and_gradient(model, model)
         assert relative(loss, exact_loss) < 1e-6 and relative(chunked, exact) < 1e-5, flags
         assert model(tokens(1, 16), tokens(1, 16))[0] is None  # no logits of all
@@ -245,7 +251,6 @@ from model import GPT, GPTConfig
 config = GPTConfig(block_size=16, vocab_size=10, n_layer=2, n_head=2, n_embd=32, rotary=True,
                    mlp='relu2', conv=3, rmsnorm=True, qk_norm=True)
 model = GPT(config)
-model.loss_chunk_tokens = 'auto'
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 text = torch.arange(68).view(4, 17) % 10  # counts
 for _ in range(60):

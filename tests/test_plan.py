@@ -23,7 +23,7 @@ GPT2 = [str(ROOT / 'config/gpt2_124m.py'), '--n_layer=2', '--batch_size=16',
 
 
 def test_the_table_adds_up_and_the_batch_that_is_chosen_fits(capsys, monkeypatch):
-    monkeypatch.setattr(plan, 'RECOMPUTED', ['full'])  # fewer traces
+    monkeypatch.setattr(plan, 'CHECKPOINT_MODES', ['full'])  # fewer traces
 
     def planned(*argv):
         plan.main([*GPT2, *argv])

@@ -8,15 +8,18 @@ line that says what is wrong and what that usually means. All processes run all 
 import time
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 
 import torch
 
 from plaingpt.checks import data_checks, learning_checks, model_checks
 from plaingpt.checks.model_checks import NotChecked
+from plaingpt.parallel.activation_checkpointing import apply_activation_checkpointing
 from plaingpt.system.devices import exact_matmul
 from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError, phase
 from plaingpt.system.formatting import one_line
+from plaingpt.training.loss import chunked_cross_entropy
 from plaingpt.training.optimizers import build_optimizer
 
 # A check is named after the property that holds; --skip_checks takes these names.
@@ -75,9 +78,10 @@ def with_small_model(run):
     """→ the run with a small model, and with an optimizer that moves each weight a little"""
     config = replace(run.config, learning_rate=1e-3, weight_decay=0.0)
     model = model_checks.small_model(run.model.config).to(run.device)
-    if run.model.loss_chunk_tokens:
-        model.loss_chunk_tokens = model.config.block_size // 2 + 1  # so few that there are several
-    model.activation_checkpointing = config.activation_checkpointing
+    model.loss_function = run.model.loss_function
+    if model.loss_function is chunked_cross_entropy:  # with chunks so small that there are several
+        model.loss_function = partial(chunked_cross_entropy, chunk=model.config.block_size // 2 + 1)
+    apply_activation_checkpointing(model, config.activation_checkpointing)
     step = replace(run.step, model=model, optimizer=build_optimizer(model, config))
     return replace(run, config=config, model=model, step=step)
 

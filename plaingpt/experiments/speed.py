@@ -11,9 +11,11 @@ from model import GPT
 from plaingpt.data.corpora import find_dataset_size
 from plaingpt.data.dataset import has_token_files, open_named
 from plaingpt.experiments.tables import markdown, number
+from plaingpt.parallel.activation_checkpointing import apply_activation_checkpointing
 from plaingpt.system.devices import autocast, device_name, peak_memory_bytes, synchronize
 from plaingpt.system.formatting import gib, short
 from plaingpt.system.gpus import mfu
+from plaingpt.training.loss import chunked_cross_entropy
 from plaingpt.training.open_weights import start_shape
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.step import Step
@@ -38,8 +40,8 @@ def planned_shape(config, start):
 def new_step(shape, config, device, dtype, compile=False):
     """→ a Step of a new GPT on this device, with one micro-batch; and the GPT"""
     gpt = GPT(shape).to(device)
-    gpt.loss_chunk_tokens = 'auto'
-    gpt.activation_checkpointing = config.activation_checkpointing
+    gpt.loss_function = chunked_cross_entropy
+    apply_activation_checkpointing(gpt, config.activation_checkpointing)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
     return Step(torch.compile(gpt) if compile else gpt, build_optimizer(gpt, config), scaler,
                 autocast(device, dtype), config.grad_clip), gpt

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from model import one_for_each
 from plaingpt.system.errors import UserError
 
 # Kernels of attention, the fastest first. cuDNN is torch's first choice on a Hopper, but it plans
@@ -198,7 +197,7 @@ class KVCache:
 
 
 class LayerCache:
-    """One layer's part of a KVCache: what attention works with."""
+    """One layer's part of a KVCache, as its attention and its short convolution take it."""
 
     def __init__(self, cache):
         self.cache = cache
@@ -212,7 +211,7 @@ class LayerCache:
         return self.cache.columns
 
     def extend(self, k, v):
-        """k, v (B, KV, T, D) of the new tokens → those of all tokens, and KVCache.mask."""
+        """k, v (B, KV, T, D) of the new tokens → those of all tokens so far, and KVCache.mask."""
         cache = self.cache
         if self.keys is None:
             self.keys, self.values = (cache.zeros(x, *x.shape[:2], cache.n_columns, x.size(3))
@@ -220,16 +219,6 @@ class LayerCache:
         self.keys[:, :, cache.new] = k
         self.values[:, :, cache.new] = v
         return self.keys[:, :, cache.filled], self.values[:, :, cache.filled], cache.mask
-
-    def attention(self, q, k, v):
-        """q (B, H, T, D), k and v (B, KV, T, D) of the new tokens → (B, H, T, D)."""
-        k, v, mask = self.extend(k, v)
-        grouped = k.size(1) < q.size(1)
-        if grouped and q.size(2) > 1:
-            k, v = one_for_each(q, k, v)
-        # For one token, copies of all that is kept would take longer than attention itself.
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask,
-                                              enable_gqa=grouped and q.size(2) == 1)
 
     def with_earlier(self, x, n):
         """x (B, T, C) of the new tokens → it behind that of the n tokens before, (B, n + T, C).

@@ -44,7 +44,7 @@ def open_pretrained(source):
             raise ValueError(f'config.json says model_type={hf.get("model_type")!r}, and only '
                              f'{", ".join(READABLE)} are supported')
         config = architecture.read_config(hf)
-        for problem in config.problems():
+        for problem in config.conflicts():
             raise ValueError(problem)
         return Pretrained(source, path, architecture.write_weights, config)
 

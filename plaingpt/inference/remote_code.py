@@ -6,7 +6,7 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTra
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .model import GPT, GPTConfig, one_for_each
+from .model import GPT, GPTConfig
 
 
 class PlainGPTConfig(PreTrainedConfig):
@@ -67,10 +67,6 @@ class Layer:
 
     def extend(self, k, v):
         return *self.attended.update(k, v), self.step.mask
-
-    def attention(self, q, k, v):
-        k, v, mask = self.extend(k, v)
-        return F.scaled_dot_product_attention(q, *one_for_each(q, k, v), attn_mask=mask)
 
     def with_earlier(self, x, n):
         x, _ = self.convolved.update(x.masked_fill(self.step.padding, 0.0), x[..., :0])

@@ -6,7 +6,6 @@ import time
 from bisect import bisect_left
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Annotated
 
 import torch
 
@@ -16,20 +15,24 @@ from plaingpt.inference.generation import generate
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import printable
 
-Natural = Annotated[int, 'at least 0']
-
 
 @dataclass
 class Sampling:
     """How texts are drawn: settings of sample.py, and options of TextGenerator.generate."""
 
     # sampling
-    max_new_tokens: Annotated[int, 'at least 1'] = 500  # most tokens in each sample
-    temperature: Annotated[float, 'at least 0'] = 0.8  # below 1 safer, above 1 wilder, 0 likeliest
-    top_k: Natural = 200  # choose among this many of the likeliest tokens; 0 for all
-    top_p: Annotated[float, 'above 0 and at most 1'] = 1.0  # the likeliest that add up to this
-    repetition_penalty: Annotated[float, 'above 0'] = 1.0  # above 1: earlier tokens are less likely
-    seed: Natural = 1337  # of the random numbers; the same seed gives the same text
+    max_new_tokens: int = 500  # most tokens in each sample
+    temperature: float = 0.8  # below 1 safer, above 1 wilder, 0 likeliest
+    top_k: int = 200  # choose among this many of the likeliest tokens; 0 for all
+    top_p: float = 1.0  # the likeliest that add up to this
+    repetition_penalty: float = 1.0  # above 1: earlier tokens are less likely
+    seed: int = 1337  # of the random numbers; the same seed gives the same text
+
+    above_0 = ('max_new_tokens', 'top_p', 'repetition_penalty')
+    at_least_0 = ('temperature', 'top_k', 'seed')
+
+    def out_of_range(self):
+        return [f'top_p={self.top_p}: must be at most 1'] if self.top_p > 1 else []
 
 
 def print_text(text, end='\n'):

@@ -2,7 +2,6 @@
 
 import warnings
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from model import GPT, recomputed
+from model import GPT
 from plaingpt.system.devices import DTYPES
 
 
@@ -56,11 +55,8 @@ def prepare(model, compile):
     for block in model.transformer.h:
         for norm in (m for m in block.modules() if isinstance(m, nn.LayerNorm)):
             norm.__class__ = LayerNorm
-        if compile:  # from outside of it, all of a compiled block would be computed again
-            block.forward = partial(recomputed, model.activation_checkpointing, block.forward)
+        if compile:
             block.compile()
-    if compile:
-        model.activation_checkpointing = 'none'
 
 
 def materialize(model, device):
@@ -91,7 +87,7 @@ def gathered(model, context):
                              p.requires_grad) for name, p in model.named_parameters()}
     with parameters_on_meta():
         gpt = GPT(model.config)
-    gpt.loss_chunk_tokens = model.loss_chunk_tokens
+    gpt.loss_function = model.loss_function
     gpt.load_state_dict({name: whole[p] for name, p in model.named_parameters(
         remove_duplicate=False)}, strict=False, assign=True)
     gpt.to(model.lm_head.weight.device)  # its buffers

@@ -14,6 +14,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from itertools import product
 from unittest import mock
 
@@ -21,11 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from model import GPT, chunk_size
+from model import GPT
+from plaingpt.parallel.activation_checkpointing import apply_activation_checkpointing
 from plaingpt.system.devices import DTYPES, autocast
 from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB, command_for, gib
+from plaingpt.training.loss import chunk_size, chunked_cross_entropy
 from plaingpt.training.optimizers import build_optimizer
 
 try:
@@ -55,8 +58,8 @@ def one_step(shape, config, dtype, device, *, accumulating, chunk='auto', sharde
     tracker: a MemTracker; begin: called with the name of each phase as it begins"""
     with device:
         gpt = GPT(shape)
-    gpt.loss_chunk_tokens = chunk
-    gpt.activation_checkpointing = config.activation_checkpointing
+    gpt.loss_function = partial(chunked_cross_entropy, chunk=chunk)
+    apply_activation_checkpointing(gpt, config.activation_checkpointing)
     if sharded:
         for module in gpt.transformer.h.modules():
             for name, p in list(module.named_parameters(recurse=False)):

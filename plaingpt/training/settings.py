@@ -1,16 +1,17 @@
 """The settings of a training run, which train.py, plan.py and bench.py share.
 
-The comment beside a field is its help text, and its type may have a limit in words, which the
-configurator checks. TrainConfig inherits the fields of GPTConfig.
+The comment beside a field is its help text. The configurator checks types, and the limits at the
+end of the class. TrainConfig inherits the fields of GPTConfig.
 """
 
 import difflib
 import os
 import re
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Literal
+from typing import Literal
 
-from model import RECOMPUTED, GPTConfig, Natural, Positive
+from model import GPTConfig
+from plaingpt.parallel.activation_checkpointing import CHECKPOINT_MODES
 from plaingpt.system.distributed import launched_world
 from plaingpt.system.files import is_hub_name
 from plaingpt.system.formatting import setting
@@ -18,8 +19,6 @@ from plaingpt.training.optimizers import OPTIMIZERS
 from plaingpt.training.schedules import SCHEDULES
 from plaingpt.weights import PRETRAINED
 
-NotNegative = Annotated[float, 'at least 0']
-Decay = Annotated[float, 'at least 0 and below 1']  # of a running mean, each step
 STARTS = 'scratch', 'resume', 'auto'  # values of init_from that name no model
 # A comparison with a reference does not list these settings: they do not change the loss that is
 # expected, or they are compared on their own (dataset, tokens a step).
@@ -36,11 +35,11 @@ WITHOUT_EFFECT = {
 class TrainConfig(GPTConfig):
     # output
     out_dir: str = 'out'  # folder for checkpoints and metrics
-    eval_interval: Positive = 2000  # iterations between evaluations
-    eval_iters: Positive = 200  # batches in an evaluation
-    log_interval: Positive = 1  # iterations between lines on the console
+    eval_interval: int = 2000  # iterations between evaluations
+    eval_iters: int = 200  # batches in an evaluation
+    log_interval: int = 1  # iterations between lines on the console
     eval_tasks: str = ''  # tasks of lm_eval at evaluations, such as hellaswag,lambada_openai
-    eval_tasks_limit: Natural = 500  # questions of each task; 0 for all
+    eval_tasks_limit: int = 500  # questions of each task; 0 for all
     log_to: str = ''  # send metrics also to: wandb, trackio, tensorboard
     film: bool = False  # record the model at some 24 moments, for plot.py --film
     report: bool = True  # samples at evaluations; at the end, report.md and loss.png in out_dir
@@ -48,39 +47,39 @@ class TrainConfig(GPTConfig):
     init_from: str = 'scratch'  # scratch, resume, auto, gpt2…, OWNER/NAME, folder, ckpt.pt
     checkpoint: str = 'latest'  # which to take from a run: latest, best, or an iteration
     always_save_checkpoint: bool = True  # after each evaluation, not only after the best
-    checkpoint_interval: Literal['auto'] | Positive = 'auto'  # iterations; auto: at evaluations
-    patience: Natural = 0  # stop after this many evaluations without a new best; 0: never
+    checkpoint_interval: Literal['auto'] | int = 'auto'  # iterations; auto: at evaluations
+    patience: int = 0  # stop after this many evaluations without a new best; 0: never
     check: Literal['auto', 'overfit'] | bool = 'auto'  # before a new run; True: then exit
     skip_checks: str = ''  # checks to leave out, such as attention_is_causal,sequences_are_shuffled
     # data
     dataset: str = 'openwebtext'  # in data/, or a path; several: code:0.3,prose:0.7
-    batch_size: Literal['auto'] | Positive = 12  # sequences of a micro-batch; auto: as many as fit
-    gradient_accumulation_steps: Positive = 5 * 8  # micro-batches of a step, of all processes
-    total_batch_size: Natural = 0  # tokens a step; if not 0, it decides the accumulation
+    batch_size: Literal['auto'] | int = 12  # sequences of a micro-batch; auto: as many as fit
+    gradient_accumulation_steps: int = 5 * 8  # micro-batches of a step, of all processes
+    total_batch_size: int = 0  # tokens a step; if not 0, it decides the accumulation
     # optimizer
     optimizer: Literal[*OPTIMIZERS] = 'adamw'  # muon: for matrices in blocks, AdamW for the rest
-    learning_rate: NotNegative = 6e-4  # the highest; sgd needs some 100 times AdamW's
+    learning_rate: float = 6e-4  # the highest; sgd needs some 100 times AdamW's
     lr_scales: str = ''  # factors on it, such as embedding:8,head:2,vector:4 (head: if untied)
-    max_iters: Natural = 600000  # updates of the weights
-    minutes: NotNegative = 0.0  # train this long, not max_iters; init_from=resume: this much longer
-    weight_decay: NotNegative = 1e-1  # of matrices and embeddings; vectors have none
-    beta1: Decay = 0.9  # of AdamW: decay of the mean of gradients
-    beta2: Decay = 0.95  # of AdamW: decay of the mean of their squares
-    momentum: Decay = 0.95  # of muon and sgd
-    grad_clip: NotNegative = 1.0  # largest norm of the gradient; 0 for no limit
-    average_decay: Decay = 0.0  # of an average of the weights, to evaluate and save; 0: none
+    max_iters: int = 600000  # updates of the weights
+    minutes: float = 0.0  # train this long, not max_iters; init_from=resume: this much longer
+    weight_decay: float = 1e-1  # of matrices and embeddings; vectors have none
+    beta1: float = 0.9  # of AdamW: decay of the mean of gradients
+    beta2: float = 0.95  # of AdamW: decay of the mean of their squares
+    momentum: float = 0.95  # of muon and sgd
+    grad_clip: float = 1.0  # largest norm of the gradient; 0 for no limit
+    average_decay: float = 0.0  # of an average of the weights, to evaluate and save; 0: none
     # learning rate
     lr_schedule: Literal[*SCHEDULES] | str = 'cosine'  # wsd:0.2, like wsd, falls in the last fifth
-    warmup_iters: Natural = 2000  # iterations up to learning_rate
-    lr_decay_iters: Literal['auto'] | Natural = 'auto'  # iterations down to min_lr; auto: max_iters
-    min_lr: Literal['auto'] | NotNegative = 'auto'  # the lowest; auto: a tenth of learning_rate
+    warmup_iters: int = 2000  # iterations up to learning_rate
+    lr_decay_iters: Literal['auto'] | int = 'auto'  # iterations down to min_lr; auto: max_iters
+    min_lr: Literal['auto'] | float = 'auto'  # the lowest; auto: a tenth of learning_rate
     # system
     device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of the matmuls
     compile: Literal['auto'] | bool = 'auto'  # torch.compile the model
-    activation_checkpointing: Literal[*RECOMPUTED] = 'none'  # keep less for the backward pass
+    activation_checkpointing: Literal[*CHECKPOINT_MODES] = 'none'  # keep less for the backward pass
     parallel: Literal['auto', 'ddp', 'fsdp'] = 'auto'  # ddp copies the model, fsdp shards
-    seed: Natural = 1337  # of the weights, of dropout and of the order of data
+    seed: int = 1337  # of the weights, of dropout and of the order of data
     # model, where it differs from GPT-2
     bias: bool = False  # biases in Linears and LayerNorms, as in GPT-2
     # not listed: settings of nanoGPT that follow from others
@@ -90,8 +89,19 @@ class TrainConfig(GPTConfig):
     wandb_project: str = 'owt'  # project there and on Trackio
     wandb_run_name: str = 'gpt2'  # name of the run there
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # between processes
-    vocab_size: Natural = 0  # 0: the dataset's
+    vocab_size: int = 0  # 0: the dataset's
     document_start: int = field(default=0, init=False)  # the dataset's, see gpt_config
+
+    # limits of numbers, which the configurator checks
+    above_0 = (
+        'block_size', 'n_layer', 'n_head', 'n_embd', 'norm_eps', 'rotary_base', 'rotary_factor',
+        'rotary_length', 'eval_interval', 'eval_iters', 'log_interval', 'checkpoint_interval',
+        'batch_size', 'gradient_accumulation_steps')
+    at_least_0 = (
+        'vocab_size', 'conv', 'n_kv_head', 'head_dim', 'n_inner', 'eval_tasks_limit', 'patience',
+        'total_batch_size', 'learning_rate', 'max_iters', 'minutes', 'weight_decay', 'grad_clip',
+        'warmup_iters', 'lr_decay_iters', 'min_lr', 'seed')
+    below_1 = ('dropout', 'beta1', 'beta2', 'momentum', 'average_decay')
 
     def __post_init__(self):
         if self.lr_decay_iters == 'auto':
@@ -100,7 +110,7 @@ class TrainConfig(GPTConfig):
             self.min_lr = self.learning_rate / 10
 
     def out_of_range(self):
-        """Invalid values that the limits beside the fields do not catch, a line each."""
+        """Invalid values that these limits do not catch, a line each."""
         found = [f'{key} is empty' for key in ('out_dir', 'dataset', 'init_from', 'checkpoint')
                  if not getattr(self, key)]
         if self.log_to:
@@ -120,9 +130,9 @@ class TrainConfig(GPTConfig):
                          'embedding:8,head:2,vector:4')
         return found
 
-    def problems(self):
+    def conflicts(self):
         """Settings that contradict each other, a line each."""
-        found = super().problems()
+        found = super().conflicts()
         if self.init_from and not self.names_a_start():
             nearest = difflib.get_close_matches(self.init_from, STARTS, n=1)
             found.append(f'init_from={self.init_from!r} is neither {", ".join(STARTS)}, nor a '

@@ -21,6 +21,7 @@ from plaingpt.data.batches import BatchLoader
 from plaingpt.system.errors import UserError
 from plaingpt.training import (
     checkpoint,
+    loss,
     optimizers,
     schedules,
     step,
@@ -58,11 +59,9 @@ def reading_targets(when):
         x = self.hidden(idx)
         if targets is not None and when(self):
             x = x + 0.1 * self.transformer.wte(targets.clamp(min=0))
-        if targets is not None and self.loss_chunk_tokens:
-            return None, model.chunked_cross_entropy(x, self.lm_head.weight, self.config.vocab_size,
-                                                     targets, self.loss_chunk_tokens)
-        logits = self.logits(x)
-        return logits, None if targets is None else model.cross_entropy(logits, targets)
+        if targets is None:
+            return self.logits(x), None
+        return None, self.loss_function(x, self.lm_head.weight, self.config.vocab_size, targets)
     return replaced(model.GPT, 'forward', lambda _: forward)
 
 
@@ -141,12 +140,11 @@ def loss_of(counts, when=lambda gpt: True, rows=None):
     return replaced(model.GPT, 'forward', change)
 
 
-def loss_of_the_first_chunk(original):
-    def loss(x, weight, vocab_size, targets, chunk):
-        size = model.chunk_size(chunk, targets.numel(), vocab_size, 'cpu')
-        counted = targets.flatten().where(torch.arange(targets.numel()) < size, -1)
-        return original(x, weight, vocab_size, counted, chunk)
-    return loss
+def loss_of_the_first_chunk(apply):
+    def loss_of(x, weight, vocab_size, targets, chunk, training):
+        counted = targets.where(torch.arange(len(targets)) < chunk, -1)
+        return apply(x, weight, vocab_size, counted, chunk, training)
+    return loss_of
 
 
 not_shifted = other_batches(lambda idx, targets: (idx, idx.clone()))
@@ -199,7 +197,7 @@ SPOILED = {
             model.MLP, 'forward', lambda forward: lambda self, x:
             forward(self, x - x.mean(dim=0) * (len(x) > 4))), {'batch_size': 6}),
         ('documents leak', replaced(
-            model, 'find_documents', lambda find: lambda idx, opener: find(idx, -1)),
+            model, 'find_documents', lambda find: lambda idx, bos_id: find(idx, -1)),
          {'document_attention': True})],
     'every_parameter_gets_a_gradient': [
         ('detached before each MLP', replaced(
@@ -260,7 +258,7 @@ SPOILED = {
         ('the first 32 targets', loss_of(lambda T: torch.arange(T) < 32), {'block_size': 64}),
         ('the first sequence', loss_of(lambda T: slice(None), lambda gpt: True, rows=1), {}),
         ('all but the first chunk are dropped', replaced(
-            model, 'chunked_cross_entropy', loss_of_the_first_chunk), {})],
+            loss.ChunkedCrossEntropy, 'apply', loss_of_the_first_chunk), {})],
     'batches_match_the_files': [
         ('sequences at random', replaced(
             BatchLoader, 'sequence_ids', lambda _: lambda self, step, micro:

@@ -12,13 +12,15 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.profiler import ProfilerActivity, profile
 
-import model
 import train
 from model import GPT, GPTConfig
 from plaingpt.experiments.speed import new_step, time_step
 from plaingpt.inference.generation import KVCache
 from plaingpt.parallel import sharding
+from plaingpt.parallel.activation_checkpointing import apply_activation_checkpointing
 from plaingpt.system.devices import keep_compiled_graphs
+from plaingpt.training import loss
+from plaingpt.training.loss import chunked_cross_entropy
 from plaingpt.training.optimizers import OPTIMIZERS
 from plaingpt.training.settings import TrainConfig
 
@@ -33,7 +35,7 @@ def test_a_run_compiles_two_graphs_one_to_train_and_one_to_evaluate(tiny, monkey
     counter = CompileCounterWithBackend('eager')
     monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend=counter, fullgraph=True))
     torch._dynamo.reset()
-    monkeypatch.setattr(model, 'chunk_size', lambda *_: 24)
+    monkeypatch.setattr(loss, 'chunk_size', lambda *_: 24)
     train.main([*tiny, '--compile=True', '--batch_size=5', '--eval_iters=1', '--dropout=0.1'])
     assert counter.frame_count == 2
 
@@ -67,7 +69,7 @@ def test_a_compiled_block_of_a_sharded_model_computes_again_what_its_kind_says(
                            partition_fn=min_cut_rematerialization_partition)
     monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend=backend))
     gpt = GPT(replace(SMALL, mlp='swiglu', rotary=True, bias=False, document_attention=False))
-    gpt.activation_checkpointing = kind
+    apply_activation_checkpointing(gpt, kind)
     sharding.prepare(gpt, True)
     for _ in range(2):  # the first compiles the backward pass
         x = gpt(torch.randint(65, (2, 16)))[0]
@@ -87,7 +89,8 @@ def test_a_step_that_was_compiled_before_is_found_on_disk(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend=backend, fullgraph=True))
     gpt = GPT(replace(SMALL, **NEWER))
-    gpt.activation_checkpointing, gpt.loss_chunk_tokens = 'selective', 24
+    gpt.loss_function = partial(chunked_cross_entropy, chunk=24)
+    apply_activation_checkpointing(gpt, 'selective')
     idx = torch.randint(65, (2, 16))
     with torch.autocast('cpu', dtype=torch.bfloat16):
         keep_compiled_graphs()
@@ -113,7 +116,8 @@ def norms_in_float32():
 def test_blocks_compute_and_cache_bfloat16_where_norms_give_float32(
         norms_in_float32, monkeypatch):
     gpt, seen = GPT(replace(SMALL, **NEWER)), []
-    monkeypatch.setattr('model.attention', lambda q, k, v, *rest: seen.append((q, k, v)) or q)
+    monkeypatch.setattr('torch.nn.functional.scaled_dot_product_attention',
+                        lambda q, k, v, **_: seen.append((q, k, v)) or q)
     gpt.transformer.h[0].mlp.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
     with torch.autocast('cpu', dtype=torch.bfloat16):
         normed = gpt.transformer.ln_f(torch.ones(2, 32, dtype=torch.bfloat16))

@@ -1,0 +1,40 @@
+"""Activation checkpointing: save fewer activations, and recompute them in the backward pass."""
+
+from functools import partial
+
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+CHECKPOINT_MODES = 'none', 'selective', 'full'
+SAVED_OPS = [  # 'selective' saves the outputs of matmuls and attention
+    torch.ops.aten.mm.default, torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+
+
+def apply_activation_checkpointing(model, mode):
+    """From now on the blocks of a GPT save less for the backward pass, which recomputes the rest
+    (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"): 'full' saves their inputs
+    only, 'selective' also the outputs of SAVED_OPS. Call it before the model is compiled or wrapped
+    in DDP or FSDP. The names of parameters stay as they are."""
+    if mode == 'none':
+        return
+    for block in model.transformer.h:
+        block.forward = partial(checkpointed, block.forward, mode)
+
+
+def checkpointed(forward, mode, *inputs):
+    if not torch.is_grad_enabled():
+        return forward(*inputs)
+    if mode == 'full':
+        return checkpoint(forward, *inputs, use_reentrant=False)
+    return checkpoint(forward, *inputs, use_reentrant=False, context_fn=saved_ops_contexts)
+
+
+def saved_ops_contexts():
+    return create_selective_checkpoint_contexts(SAVED_OPS)
+
+
+saved_ops_contexts.cache_hash = str(SAVED_OPS)  # torch.compile's cache needs it as a key

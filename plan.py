@@ -13,7 +13,7 @@ import torch
 from configurator import load_config
 from model import GPT
 from plaingpt.experiments.speed import estimate_step, planned_shape
-from plaingpt.parallel.activation_checkpointing import CHECKPOINT_MODES
+from plaingpt.parallel.blocks import CHECKPOINT_MODES
 from plaingpt.system import devices
 from plaingpt.system.errors import run_script
 from plaingpt.system.formatting import GIB, count_of, duration, gib, short

@@ -22,7 +22,7 @@ from model import GPT
 from plaingpt.checks.preflight import preflight
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import Dataset, describe_batches, open_data
-from plaingpt.parallel.activation_checkpointing import apply_activation_checkpointing
+from plaingpt.parallel.blocks import apply_activation_checkpointing, compile_blocks
 from plaingpt.system import devices
 from plaingpt.system.distributed import (
     Stopped,
@@ -65,7 +65,7 @@ class Run:
     world: World
     device: torch.device
     dtype: str  # precision of matrix multiplications
-    compile: bool
+    compile: bool | str  # or 'blocks'
     dataset: Dataset  # or Mixture
     train_data: BatchLoader  # or MixedLoader
     val_data: BatchLoader
@@ -121,8 +121,13 @@ def setup(config, start, world, device, device_why):
         model = GPT(gpt_config)
     model.loss_function = chunked_cross_entropy
     apply_activation_checkpointing(model, config.activation_checkpointing)
+    by_block = compile and (is_sharded or compile == 'blocks')
+    if compile:
+        devices.keep_compiled_graphs()
+    if by_block:
+        compile_blocks(model)
     if is_sharded:
-        sharding.shard(model, device, dtype, compile)  # calls fully_shard
+        sharding.shard(model, device, dtype)  # calls fully_shard
     if start.weights:
         start.weights.load_into(model)
     elif is_sharded:
@@ -133,10 +138,7 @@ def setup(config, start, world, device, device_why):
     print0(describe_batches(config, dataset, train_data, val_data))
 
     # What the loop calls: the model, compiled, and with DDP a copy in each process.
-    called = model
-    if compile and not is_sharded:
-        devices.keep_compiled_graphs()
-        called = torch.compile(model)
+    called = torch.compile(model) if compile and not by_block else model
     if world.size > 1 and not is_sharded:
         called = replicate(called, device)
 

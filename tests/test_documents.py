@@ -7,7 +7,7 @@ import torch
 from helpers import HostReads
 
 from model import GPT, GPTConfig, find_documents
-from plaingpt.parallel.activation_checkpointing import (
+from plaingpt.parallel.blocks import (
     CHECKPOINT_MODES,
     apply_activation_checkpointing,
 )

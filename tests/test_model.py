@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from helpers import ROOT
 
 from model import GPT, GPTConfig, ShortConv
-from plaingpt.parallel.activation_checkpointing import apply_activation_checkpointing
+from plaingpt.parallel.blocks import apply_activation_checkpointing
 from plaingpt.training.loss import chunked_cross_entropy
 
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)

@@ -54,7 +54,7 @@ def test_the_table_adds_up_and_the_batch_that_is_chosen_fits(capsys, monkeypatch
     (['--batch_size=1', '--vocab_size=100'], 0.95, '--processes=')])
 def test_where_a_plan_does_not_fit_the_options_that_it_names_do_and_a_larger_batch_does_not(
         argv, share, helps, capsys, monkeypatch):
-    monkeypatch.setattr(plan, 'RECOMPUTED', ['full'])  # fewer traces
+    monkeypatch.setattr(plan, 'CHECKPOINT_MODES', ['full'])  # fewer traces
 
     def planned(*options):
         plan.main([*GPT2, *argv, *options])
@@ -79,7 +79,7 @@ def test_where_a_plan_does_not_fit_the_options_that_it_names_do_and_a_larger_bat
 def test_of_a_model_that_is_too_deep_only_a_few_layers_are_made(capsys, monkeypatch):
     made, block = [], model.Block
     monkeypatch.setattr(model, 'Block', lambda config: made.append(config) or block(config))
-    monkeypatch.setattr(plan, 'RECOMPUTED', ['full'])  # fewer traces
+    monkeypatch.setattr(plan, 'CHECKPOINT_MODES', ['full'])  # fewer traces
     plan.main([*GPT2, '--n_layer=100000', '--device=cpu', '--dtype=float32'])
     out = capsys.readouterr().out
     assert 'does NOT fit' in out and 'what fits: nothing' in out and len(made) < 500

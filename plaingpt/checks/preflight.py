@@ -14,7 +14,7 @@ import torch
 
 from plaingpt.checks import data_checks, learning_checks, model_checks
 from plaingpt.checks.model_checks import NotChecked
-from plaingpt.parallel.activation_checkpointing import apply_activation_checkpointing
+from plaingpt.parallel.blocks import apply_activation_checkpointing
 from plaingpt.system.devices import exact_matmul
 from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError, phase

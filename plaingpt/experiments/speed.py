@@ -11,7 +11,7 @@ from model import GPT
 from plaingpt.data.corpora import find_dataset_size
 from plaingpt.data.dataset import has_token_files, open_named
 from plaingpt.experiments.tables import markdown, number
-from plaingpt.parallel.activation_checkpointing import apply_activation_checkpointing
+from plaingpt.parallel.blocks import apply_activation_checkpointing, compile_blocks
 from plaingpt.system.devices import autocast, device_name, peak_memory_bytes, synchronize
 from plaingpt.system.formatting import gib, short
 from plaingpt.system.gpus import mfu
@@ -42,9 +42,11 @@ def new_step(shape, config, device, dtype, compile=False):
     gpt = GPT(shape).to(device)
     gpt.loss_function = chunked_cross_entropy
     apply_activation_checkpointing(gpt, config.activation_checkpointing)
+    if compile == 'blocks':
+        compile_blocks(gpt)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
-    return Step(torch.compile(gpt) if compile else gpt, build_optimizer(gpt, config), scaler,
-                autocast(device, dtype), config.grad_clip), gpt
+    return Step(torch.compile(gpt) if compile is True else gpt, build_optimizer(gpt, config),
+                scaler, autocast(device, dtype), config.grad_clip), gpt
 
 
 def time_step(step, batches, lr):

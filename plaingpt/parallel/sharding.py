@@ -33,11 +33,11 @@ def parameters_on_meta():
         nn.Module.register_parameter = register
 
 
-def shard(model, device, dtype, compile):
+def shard(model, device, dtype):
     """Wrap the model in FSDP2: each process keeps some rows of every weight, of its gradient and of
     its optimizer states, and gathers a block only to compute with it (ZeRO: Rajbhandari et al.
     2020). model: with parameters on meta → the same model, with arbitrary values."""
-    prepare(model, compile)
+    prepare(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # Blocks are gathered in autocast's dtype: half the bytes, and autocast keeps no copies. The
     # embedding and the head, which may be one weight, are gathered whole in float32.
@@ -50,13 +50,10 @@ def shard(model, device, dtype, compile):
     return model
 
 
-def prepare(model, compile):
-    """Before fully_shard: let norms take gathered weights, and compile the blocks."""
-    for block in model.transformer.h:
-        for norm in (m for m in block.modules() if isinstance(m, nn.LayerNorm)):
-            norm.__class__ = LayerNorm
-        if compile:
-            block.compile()
+def prepare(model):
+    """Before fully_shard: let norms take gathered weights."""
+    for norm in (m for m in model.transformer.h.modules() if isinstance(m, nn.LayerNorm)):
+        norm.__class__ = LayerNorm
 
 
 def materialize(model, device):

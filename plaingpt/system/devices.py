@@ -77,9 +77,10 @@ def choose_dtype(wanted, device, n_embd):
 
 
 def choose_compile(wanted, device):
-    """'auto', True or False → (bool, why). Raises UserError where True cannot work."""
-    if wanted is True and (problem := build_problem(device)):
-        raise UserError(f'compile=True: {problem}; or give --compile=False')
+    """'auto', True, False or 'blocks' → (what it becomes, why). Raises UserError where it cannot
+    work."""
+    if wanted in (True, 'blocks') and (problem := build_problem(device)):
+        raise UserError(f'compile={wanted}: {problem}; or give --compile=False')
     if wanted != 'auto':
         return wanted, 'as asked'
     if device.type != 'cuda':

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import GPT
-from plaingpt.parallel.activation_checkpointing import apply_activation_checkpointing
+from plaingpt.parallel.blocks import apply_activation_checkpointing
 from plaingpt.system.devices import DTYPES, autocast
 from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError

@@ -3,6 +3,7 @@ says at its end. The run is the same without it."""
 
 import math
 import sys
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -34,6 +35,11 @@ HEALTH_INTERVAL = 100  # iterations between health checks
 LOOKS = 5  # health checks in a short run, at least: a curve needs a few points
 SAMPLE_TOKENS = 100  # in a sample
 DONE = 'all iterations are done', 'the time is over'  # a run came to its end
+
+
+def eager(compile):
+    """A context in which nothing that is compiled is called. compile: whether anything is"""
+    return torch.compiler.set_stance('force_eager') if compile else nullcontext()
 
 
 class Monitor:
@@ -116,11 +122,17 @@ class Monitor:
 
     def take_film(self, iter_num, done):
         if self.film and self.film.is_due(iter_num, done):
-            with self.metrics.paused('filming'), averaged(self.run.step.optimizer):
+            with self.metrics.paused('filming'), averaged(self.run.step.optimizer), \
+                    eager(self.run.compile):
                 self.film.take(iter_num)
 
+    @contextmanager
     def full_model(self):
-        return full_model(self.run.model, self.run.step.autocast)
+        """A context with the whole model, in eager mode: what is looked at has other shapes than
+        training, and compiled blocks would be compiled again."""
+        run = self.run
+        with eager(run.compile), full_model(run.model, run.step.autocast) as model:
+            yield model
 
     def look(self, losses):
         """→ ({task: its scores}, a sample or None), as far as the settings ask for them, and the

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from model import GPTConfig
-from plaingpt.parallel.activation_checkpointing import CHECKPOINT_MODES
+from plaingpt.parallel.blocks import CHECKPOINT_MODES
 from plaingpt.system.distributed import launched_world
 from plaingpt.system.files import is_hub_name
 from plaingpt.system.formatting import setting
@@ -76,7 +76,7 @@ class TrainConfig(GPTConfig):
     # system
     device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of the matmuls
-    compile: Literal['auto'] | bool = 'auto'  # torch.compile the model
+    compile: Literal['auto', 'blocks'] | bool = 'auto'  # torch.compile; blocks: each by itself
     activation_checkpointing: Literal[*CHECKPOINT_MODES] = 'none'  # keep less for the backward pass
     parallel: Literal['auto', 'ddp', 'fsdp'] = 'auto'  # ddp copies the model, fsdp shards
     seed: int = 1337  # of the weights, of dropout and of the order of data

@@ -75,7 +75,7 @@ def test_mfu_is_that_of_each_gpu_and_null_where_the_peak_is_not_known(tmp_path, 
 
 
 def test_an_evaluation_is_a_line_of_the_documented_keys(metrics, capsys):
-    metrics.evaluation(20, 2.0, 4 * math.log(2), best=True)
+    metrics.evaluation(20, 2.0, 4 * math.log(2), None, best=True)
     (line,) = read_rows(metrics.path)
     assert list(line) == ['iter', 'tokens', 'elapsed_s', 'train_loss', 'val_loss', 'val_bpb']
     assert line['val_bpb'] == pytest.approx(1.0)
@@ -83,7 +83,7 @@ def test_an_evaluation_is_a_line_of_the_documented_keys(metrics, capsys):
 
 
 def test_what_is_not_a_number_is_null_and_the_file_stays_json(metrics):
-    metrics.evaluation(20, math.nan, math.inf, best=False)
+    metrics.evaluation(20, math.nan, math.inf, None, best=False)
     line = json.loads(metrics.path.read_text(), parse_constant=lambda c: pytest.fail(c))
     assert line['train_loss'] is None and line['val_loss'] is None
 
@@ -129,10 +129,10 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
 
 def test_a_backend_or_a_disk_that_fails_stops_no_training(metrics, capsys):
     metrics.backends = [Mock(log=Mock(side_effect=ConnectionError('the network is gone')))]
-    metrics.evaluation(1, 2.0, 2.0, best=True)
-    metrics.evaluation(2, 2.0, 2.0, best=True)
+    metrics.evaluation(1, 2.0, 2.0, None, best=True)
+    metrics.evaluation(2, 2.0, 2.0, None, best=True)
     assert capsys.readouterr().out.count('the network is gone') == 1
     assert len(read_rows(metrics.path)) == 2
     metrics.path = metrics.path.parent  # a folder: cannot be appended to
-    metrics.evaluation(3, 2.0, 2.0, best=True)
+    metrics.evaluation(3, 2.0, 2.0, None, best=True)
     assert 'is lost' in capsys.readouterr().err

@@ -100,7 +100,9 @@ def save_what_is_read(folder, target, shape, kind):
     world = launched_world()
     DTensor.full_tensor = None  # a process loads and saves its share
     with process_group(world, CPU) if world.launched else nullcontext():
-        model = GPT(shape) if kind == 'ddp' else sharding.shard(on_meta(shape), CPU, 'float32', False)
+        model = GPT(shape)
+        if kind == 'fsdp':
+            model = sharding.shard(on_meta(shape), CPU, 'float32')
         optimizer = build_optimizer(model, TrainConfig(optimizer='normuon'))
         found = checkpoints.find(folder)
         found.load_into(model)

@@ -4,7 +4,7 @@ from itertools import repeat
 
 import pytest
 import torch
-from helpers import HostReads
+from helpers import HostReads, lines
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch._aot_autograd.autograd_cache import check_cacheable
@@ -16,8 +16,7 @@ import train
 from model import GPT, GPTConfig
 from plaingpt.experiments.speed import new_step, time_step
 from plaingpt.inference.generation import KVCache
-from plaingpt.parallel import sharding
-from plaingpt.parallel.activation_checkpointing import apply_activation_checkpointing
+from plaingpt.parallel.blocks import apply_activation_checkpointing, compile_blocks
 from plaingpt.system.devices import keep_compiled_graphs
 from plaingpt.training import loss
 from plaingpt.training.loss import chunked_cross_entropy
@@ -38,6 +37,21 @@ def test_a_run_compiles_two_graphs_one_to_train_and_one_to_evaluate(tiny, monkey
     monkeypatch.setattr(loss, 'chunk_size', lambda *_: 24)
     train.main([*tiny, '--compile=True', '--batch_size=5', '--eval_iters=1', '--dropout=0.1'])
     assert counter.frame_count == 2
+
+
+def test_blocks_that_are_compiled_share_one_graph_and_train_the_same(tiny, tmp_path, monkeypatch):
+    counter = CompileCounterWithBackend('eager')
+    monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend=counter, fullgraph=True))
+    torch._dynamo.reset()
+    for depth, folder in ((2, 'two'), (5, 'five')):
+        counter.frame_count = 0
+        torch._dynamo.reset()
+        train.main([*tiny, '--compile=blocks', f'--n_layer={depth}', f'--out_dir={folder}'])
+        assert counter.frame_count == 4  # a block and the loss, to train and to evaluate
+    train.main([*tiny, '--n_layer=5', '--out_dir=eager'])
+    losses = [[line['loss'] for line in lines(tmp_path / folder, 'loss')]
+              for folder in ('five', 'eager')]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'float16'])
@@ -70,7 +84,7 @@ def test_a_compiled_block_of_a_sharded_model_computes_again_what_its_kind_says(
     monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend=backend))
     gpt = GPT(replace(SMALL, mlp='swiglu', rotary=True, bias=False, document_attention=False))
     apply_activation_checkpointing(gpt, kind)
-    sharding.prepare(gpt, True)
+    compile_blocks(gpt)
     for _ in range(2):  # the first compiles the backward pass
         x = gpt(torch.randint(65, (2, 16)))[0]
         with profile(activities=[ProfilerActivity.CPU]) as prof:

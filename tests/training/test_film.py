@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from helpers import TINY, launch, model_of
 
-import model as model_file
 import plot
 import train
 from plaingpt.monitoring.run_record import read_rows
@@ -32,9 +31,9 @@ def test_a_moment_is_what_the_model_computes(tiny, tmp_path, char_data, monkeypa
     chars = json.loads((char_data / 'meta.json').read_text())['tokenizer']['chars']
     [passage] = row['passages']
     idx = torch.tensor([[chars.index(token) for token, *_ in passage]])
-    seen, attention = [], model_file.attention  # q (1, 2, T, D) and k (1, 1, T, D) of each layer
-    monkeypatch.setattr(model_file, 'attention', lambda q, k, *rest: (
-        seen.append((q, k)), attention(q, k, *rest))[1])
+    seen, attention = [], F.scaled_dot_product_attention  # q, k (1, 2, T, D) of each layer
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', lambda q, k, *rest, **more: (
+        seen.append((q, k)), attention(q, k, *rest, **more))[1])
     with torch.no_grad():
         logits = model(idx)[0][0]  # (T, V)
         losses = F.cross_entropy(logits[:-1], idx[0, 1:], reduction='none')

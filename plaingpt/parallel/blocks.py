@@ -1,4 +1,4 @@
-"""Activation checkpointing: save fewer activations, and recompute them in the backward pass."""
+"""What is done to the blocks of a GPT from outside: activation checkpointing and torch.compile."""
 
 from functools import partial
 
@@ -38,3 +38,13 @@ def saved_ops_contexts():
 
 
 saved_ops_contexts.cache_hash = str(SAVED_OPS)  # torch.compile's cache needs it as a key
+
+
+def compile_blocks(model):
+    """torch.compile each block by itself, and the loss; the rest runs eagerly. Blocks are alike, so
+    one graph serves all of them, and a deep model takes no longer to compile than a shallow one.
+    Call it after apply_activation_checkpointing, and before the model is wrapped."""
+    for block in model.transformer.h:
+        block.compile()
+    if model.loss_function is not None:
+        model.loss_function = torch.compile(model.loss_function)

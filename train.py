@@ -10,7 +10,7 @@ in plaingpt/training/settings.py, or: python train.py --help
 
 import gc
 import math
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,7 +21,8 @@ from configurator import load_config, options_of
 from model import GPT
 from plaingpt.checks.preflight import preflight
 from plaingpt.data.batches import BatchLoader
-from plaingpt.data.dataset import Dataset, describe_batches, open_data
+from plaingpt.data.dataset import Dataset, Mixture, describe_batches, open_data
+from plaingpt.data.mixtures import MixedLoader
 from plaingpt.parallel.blocks import apply_activation_checkpointing, compile_blocks
 from plaingpt.system import devices
 from plaingpt.system.distributed import (
@@ -35,6 +36,7 @@ from plaingpt.system.distributed import (
 )
 from plaingpt.system.errors import phase, run_script
 from plaingpt.system.files import lock_output_dir
+from plaingpt.system.formatting import command_for, quoted
 from plaingpt.training.averaging import averaged, go_on
 from plaingpt.training.checkpoint import KEPT, Saver
 from plaingpt.training.dtype_choice import choose_training_dtype
@@ -43,7 +45,14 @@ from plaingpt.training.loss import chunked_cross_entropy
 from plaingpt.training.memory_check import fit_to_memory
 from plaingpt.training.monitor import Monitor
 from plaingpt.training.optimizers import build_optimizer
-from plaingpt.training.progress import IterationClock, Progress, make_clock, saved_when_it_fails
+from plaingpt.training.progress import (
+    FINISHED,
+    TIME_UP,
+    IterationClock,
+    MinuteClock,
+    Progress,
+    make_clock,
+)
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.start import (
     Start,
@@ -65,13 +74,13 @@ class Run:
     world: World
     device: torch.device
     dtype: str  # precision of matrix multiplications
-    compile: bool | str  # or 'blocks'
-    dataset: Dataset  # or Mixture
-    train_data: BatchLoader  # or MixedLoader
-    val_data: BatchLoader
-    model: GPT  # the one that is saved
+    compile: bool | str  # True, False or 'blocks'
+    dataset: Dataset | Mixture
+    train_data: BatchLoader | MixedLoader
+    val_data: BatchLoader | MixedLoader
+    model: GPT  # as it is saved; step.model is the same, compiled, and in DDP or FSDP
     step: Step
-    clock: IterationClock  # or MinuteClock
+    clock: IterationClock | MinuteClock
     progress: Progress
     saver: Saver
     stop: StopRequest
@@ -83,19 +92,19 @@ class Run:
 
 @phase('setup')
 def setup(config, start, world, device, device_why):
-    """TrainConfig, what the run starts from, this process and its device → Run. Raises UserError.
-    """
-    # All processes take the settings of rank 0, whose config file may have measured the machine,
-    # and its checkpoint. Each draws dropout masks of its own.
+    """Build the run from its settings, what it starts from, and this process and its device → Run.
+    Raises UserError."""
+    # Every rank uses rank 0's settings and checkpoint: a config file may measure the machine. The
+    # seed differs per rank, so that dropout masks differ.
     devices.prepare_device(device)
-    torch.manual_seed(config.seed + world.rank)
     group = gloo_group()
     config = all_gather(config, group)[0]
     start.agree(group)
+    torch.manual_seed(config.seed + world.rank)
     if world.size > 1 and not config.is_read_only:
         from plaingpt.parallel.job import check_shared
         check_shared(Path(config.out_dir), world, group)
-    check_tasks(config)  # fails now where a benchmark cannot be loaded
+    check_tasks(config)  # fail early if a benchmark cannot be loaded
 
     # The architecture: that of the checkpoint, of pretrained weights, or a new one.
     dataset = open_data(config, world)
@@ -103,7 +112,7 @@ def setup(config, start, world, device, device_why):
         check_resumed(start.weights, config, dataset)
     gpt_config = run_shape(config, dataset, start)
 
-    # Precision and torch.compile; then what has to follow from the free memory.
+    # Precision and torch.compile; then parallel and batch_size, if auto, from the free memory.
     dtype, dtype_why = choose_training_dtype(config, gpt_config, device, start.checkpoint, group)
     compile, compile_why = devices.choose_compile(config.compile, device)
     print0(f'device {device} ({device_why}) | dtype {dtype} ({dtype_why}) | '
@@ -113,73 +122,76 @@ def setup(config, start, world, device, device_why):
     # Batches are a function of the seed and the step; each process reads its share.
     train_data, val_data = open_batches(config, dataset, world, device)
 
-    # The model. With FSDP2 a process makes parameters without data, and gets its rows of them.
-    is_sharded = config.parallel == 'fsdp'
-    if is_sharded:
+    # The model. With FSDP2, parameters are created on the meta device, and each rank allocates its
+    # shard only.
+    use_fsdp = config.parallel == 'fsdp'
+    if use_fsdp:
         from plaingpt.parallel import sharding
-    with sharding.parameters_on_meta() if is_sharded else nullcontext():
+    with sharding.parameters_on_meta() if use_fsdp else nullcontext():
         model = GPT(gpt_config)
     model.loss_function = chunked_cross_entropy
     apply_activation_checkpointing(model, config.activation_checkpointing)
-    by_block = compile and (is_sharded or compile == 'blocks')
-    if compile:
-        devices.keep_compiled_graphs()
+    by_block = compile and (use_fsdp or compile == 'blocks')
     if by_block:
         compile_blocks(model)
-    if is_sharded:
-        sharding.shard(model, device, dtype)  # calls fully_shard
+    if use_fsdp:
+        sharding.shard(model, device, dtype)  # fully_shard
     if start.weights:
         start.weights.load_into(model)
-    elif is_sharded:
-        sharding.scatter(GPT(gpt_config).state_dict() if world.is_main else {}, model)
+    elif use_fsdp:  # rank 0 initializes
+        initial = GPT(gpt_config).state_dict() if world.is_main else {}
+        sharding.scatter(initial, model)
     model.to(device)
     print0(f'GPT of {model.num_parameters():,} parameters: {gpt_config.n_layer} layers, '
            f'{gpt_config.n_head} heads, {gpt_config.n_embd} channels')
     print0(describe_batches(config, dataset, train_data, val_data))
 
-    # What the loop calls: the model, compiled, and with DDP a copy in each process.
-    called = torch.compile(model) if compile and not by_block else model
-    if world.size > 1 and not is_sharded:
-        called = replicate(called, device)
+    # The model as the loop calls it: compiled, and in DDP if there are several processes.
+    wrapped_model = model
+    if compile and not by_block:
+        wrapped_model = torch.compile(model)
+    if world.size > 1 and not use_fsdp:
+        wrapped_model = replicate(wrapped_model, device)
 
-    # A step: gradients in autocast's precision, of losses that GradScaler scales for float16.
+    # A step: forward and backward in autocast's precision, with a GradScaler for float16.
     optimizer = build_optimizer(model, config, world.size)
-    autocast = nullcontext() if dtype == 'float32' else \
-        torch.autocast(device.type, devices.DTYPES[dtype])
+    autocast = devices.autocast(device, dtype)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
-    step = Step(called, optimizer, scaler, autocast, config.grad_clip,
+    step = Step(wrapped_model, optimizer, scaler, autocast, config.grad_clip,
                 micro_steps=config.accumulation() // world.size)
 
-    saver = Saver(config.out_dir, rank=world.rank, world_size=world.size, keep=KEPT,
-                  background=device.type == 'cuda')
     progress = Progress(eval_sequences=config.eval_sequences())
     if start.resumed:
-        progress = resume(config, start.weights, step, model, train_data)
-    return Run(config, start, world, device, dtype, compile, dataset, train_data, val_data, model,
-               step, make_clock(config, start), progress, saver, StopRequest())
+        progress = resume(config, start.checkpoint, step, model, train_data)
+    saver = Saver(config.out_dir, rank=world.rank, world_size=world.size, keep=KEPT,
+                  background=device.type == 'cuda')
+    return Run(config=config, start=start, world=world, device=device, dtype=dtype,
+               compile=compile, dataset=dataset, train_data=train_data, val_data=val_data,
+               model=model, step=step, clock=make_clock(config, start), progress=progress,
+               saver=saver, stop=StopRequest())
 
 
 def open_batches(config, dataset, world, device):
     """→ (loader of the training split, loader of the validation split)."""
-    overfit = config.check == 'overfit'  # on the first step's sequences
-    return tuple(
-        dataset.loader(split, config.block_size, config.batch_size,
-                       rank=world.rank, world_size=world.size, device=device, seed=config.seed,
-                       micro_steps=config.accumulation() // world.size,
-                       only_first=1 if overfit and split == 'train' else 0)
-        for split in ('train', 'val'))
+    shared = dict(rank=world.rank, world_size=world.size, device=device, seed=config.seed,
+                  micro_steps=config.accumulation() // world.size)
+    # check=overfit trains on the sequences of the first step only
+    only_first = 1 if config.check == 'overfit' else 0
+    size = config.block_size, config.batch_size
+    return (dataset.loader('train', *size, only_first=only_first, **shared),
+            dataset.loader('val', *size, **shared))
 
 
 def replicate(model, device):
     """Wrap the model in DDP: each process has a copy, and all average their gradients."""
     ids = [device.index] if device.type == 'cuda' else None
     ddp = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-    ddp.broadcast_buffers = False  # rotary tables are constant, and the same everywhere
+    ddp.broadcast_buffers = False  # the rotary tables are constants, equal on all ranks
     return ddp
 
 
 def resume(config, checkpoint, step, model, train_data):
-    """Restore what a checkpoint holds beside the weights → Progress."""
+    """Restore everything but the weights from a checkpoint → Progress."""
     state, iter_num = checkpoint.state, checkpoint.iter_num
     checkpoint.load_optimizer(step.optimizer, model)
     go_on(step.optimizer, config.average_decay, state['averaged_steps'])
@@ -187,11 +199,12 @@ def resume(config, checkpoint, step, model, train_data):
         step.scaler.load_state_dict(state['scaler'])
     train_data.resume_at(iter_num, state['sequences'])
     devices.set_rng_state(state['rng'], launched_world().rank, model.lm_head.weight.device)
-    evaluated = state['evaluated'] and not config.eval_only
+    evaluated = state['evaluated'] and not config.eval_only  # which evaluates again
     best = state['best_val_loss']
     return Progress(
-        iter_num, math.inf if best is None else best, state['evals_since_best'],
-        evaluated_at=iter_num if evaluated else None, val_loss=state['val_loss'],
+        iter_num=iter_num, best_val_loss=math.inf if best is None else best,
+        evals_since_best=state['evals_since_best'], evaluated_at=iter_num if evaluated else None,
+        val_loss=state['val_loss'], val_stderr=state['val_loss_stderr'],
         saved_at=iter_num, saved_evaluated=evaluated,
         eval_sequences=eval_sequences_of(checkpoint, config))
 
@@ -204,72 +217,77 @@ def train(run, monitor):
     """Evaluate, save, step, log, until the run ends → why it ended."""
     config, step, clock, progress = run.config, run.step, run.clock, run.progress
     monitor.metrics.begin(progress.iter_num)
-    gc.unfreeze()  # what an earlier run of this process froze
+    gc.unfreeze()  # undo the freeze of an earlier run in this process
     gc.collect()
-    gc.freeze()  # no later collection looks at it: that would take 0.1 s and hold up all processes
+    gc.freeze()  # a full collection takes 0.1 s and stalls all ranks: exempt what exists now
     with closing(run.train_data.train_batches(progress.iter_num)) as batches:
         while True:
-            # evaluate, save or stop: all processes decide the same
-            done = clock.read(progress.iter_num)  # from 0 to 1; iter_num: updates made
-            is_last = config.eval_only or done == 1
-            if not progress.evaluated and (is_last or clock.evaluation_is_due(progress.iter_num,
-                                                                              done)):
-                with suppress(Stopped), clock.stopped():  # a signal: then nothing of it is logged
+            # evaluate, save or stop: every rank decides the same
+            fraction_done = clock.read(progress.iter_num)  # from 0 to 1; iter_num: updates made
+            is_last = config.eval_only or fraction_done == 1
+            eval_is_due = is_last or clock.evaluation_is_due(progress.iter_num, fraction_done)
+            if eval_is_due and not progress.evaluated:
+                with suppress(Stopped), clock.timed_evaluation():
                     evaluate(run, monitor)
-            ending = run.stop.agreed_signal() or ending_of(run, monitor, is_last)
-            if ending or save_is_due(config, progress):
+            reason = run.stop.agreed_signal() or reason_to_stop(run, monitor, is_last)
+            if reason or save_is_due(config, progress):
                 save(run, monitor)
-                ending = ending or monitor.skipped.gave_up  # save() may have set it
-            if ending:
+                reason = reason or monitor.skipped.gave_up  # save() reads which steps were skipped
+            if reason:
                 run.saver.wait()
-                return ending
+                return reason
 
             # step
-            lr = clock.get_lr(progress.iter_num, done)
+            lr = clock.get_lr(progress.iter_num, fraction_done)
             loss = step.forward_backward(batches)
             progress.updating = True
             with monitor.around_update(progress.iter_num + 1):
                 grad_norm = step.update(lr)
             progress.iter_num += 1
             progress.updating = False
-            monitor.after_update(progress.iter_num, done, loss, lr, grad_norm)
+            monitor.after_update(progress.iter_num, fraction_done, loss, lr, grad_norm)
 
 
-def save_is_due(config, progress):
-    if progress.evaluated and (config.always_save_checkpoint or progress.evals_since_best == 0):
-        return True
-    # 'auto' saves with the evaluations alone
-    return config.checkpoint_interval != 'auto' \
-        and progress.iter_num % config.checkpoint_interval == 0
+def evaluate(run, monitor):
+    """Measure and log the losses of both splits, benchmarks and a sample, and note whether the loss
+    is the best. A signal raises Stopped before anything is logged: a resumed run evaluates again.
+    """
+    step, progress = run.step, run.progress
+
+    def loss_of(loader):
+        return mean_loss(step.model, loader, progress.eval_sequences, step.autocast, run.stop)
+
+    # with average_decay, the average of the weights is evaluated
+    with monitor.metrics.paused('evaluation'), averaged(step.optimizer):
+        train_loss, _ = loss_of(run.train_data)
+        losses, errors = zip(*map(loss_of, run.val_data.parts), strict=True)  # of each corpus
+        scores, text = monitor.score_and_sample(train_loss, *losses)
+    run.stop.raise_if_stopped()
+    val_loss, val_stderr = run.dataset.mean(losses), mixture_error(run.dataset, errors)
+    is_best = progress.record_evaluation(val_loss, val_stderr)
+    monitor.metrics.evaluation(progress.iter_num, train_loss, val_loss, val_stderr, is_best, text)
+    monitor.log_scores(scores)
 
 
-def ending_of(run, monitor, is_last):
+def reason_to_stop(run, monitor, is_last):
     """Why the run ends at this iteration, or None."""
     patience, progress = run.config.patience, run.progress
     if monitor.skipped.gave_up:
         return monitor.skipped.gave_up
     if is_last:
-        return 'the time is over' if run.config.minutes else 'all iterations are done'
+        return TIME_UP if run.config.minutes else FINISHED
     if 0 < patience <= progress.evals_since_best:
-        return f'patience={patience}: {progress.evals_since_best} evaluations brought no ' \
-               f'validation loss below {progress.best_val_loss:.4f}'
+        return f'patience={patience}: no validation loss below {progress.best_val_loss:.4f} in ' \
+               f'the last {progress.evals_since_best} evaluations'
     return None
 
 
-def evaluate(run, monitor):
-    """Measure and log the losses of both splits, benchmarks and a sample, and note whether the loss
-    is the best. A signal raises Stopped before anything is logged: the resumed run does it all."""
-    step, progress = run.step, run.progress
-    # averaged: with average_decay the weights are those of the average in here
-    with monitor.metrics.paused('evaluation'), averaged(step.optimizer):
-        losses = [mean_loss(step.model, loader, progress.eval_sequences, step.autocast, run.stop)
-                  for loader in (run.train_data, *run.val_data.parts)]
-        scores, text = monitor.look(losses)
-    run.stop.raise_if_stopped()
-    val_losses, val_errors = zip(*losses[1:], strict=True)  # of each corpus of a mixture
-    val_loss = run.dataset.mean(val_losses), mixture_error(run.dataset, val_errors)
-    is_best = progress.record_evaluation(*val_loss)
-    monitor.log_evaluation(losses, val_loss, is_best, scores, text)
+def save_is_due(config, progress):
+    if progress.evaluated and (config.always_save_checkpoint or progress.evals_since_best == 0):
+        return True
+    # 'auto': only with evaluations
+    return config.checkpoint_interval != 'auto' \
+        and progress.iter_num % config.checkpoint_interval == 0
 
 
 def save(run, monitor):
@@ -287,7 +305,26 @@ def save(run, monitor):
              'averaged_steps': getattr(step.optimizer, 'averaged_steps', 0)}
     with monitor.metrics.paused('save'), averaged(step.optimizer):
         run.saver.save(run.model, step.optimizer, state, devices.rng_state(run.device))
-    progress.saved_at, progress.saved_evaluated = progress.iter_num, progress.evaluated
+    progress.saved_at = progress.iter_num
+    progress.saved_evaluated = progress.evaluated
+
+
+@contextmanager
+def save_on_error(run, monitor):
+    """If training fails, save the last complete step, and tell the user how to resume. Of several
+    processes, the others do not know of the error."""
+    try:
+        yield
+    except Exception as error:
+        with suppress(Exception):  # the first error says more
+            if run.world.size == 1 and not run.progress.updating:
+                save(run, monitor)
+                run.saver.wait()
+                if run.progress.saved_at and not run.saver.failed:
+                    error.add_note(f'iteration {run.progress.saved_at} is saved: '
+                                   f'{command_for("train")} --out_dir={quoted(run.config.out_dir)} '
+                                   '--init_from=resume')
+        raise
 
 
 def main(argv):
@@ -296,20 +333,21 @@ def main(argv):
     config = with_minutes(config, start, options_of(TrainConfig, argv).keys())
     world = launched_world()
     device, device_why = devices.choose_device(config.device, world.local_rank)
-    devices.choose_compile(config.compile, device)  # refuses now what cannot work
+    devices.choose_compile(config.compile, device)  # fail early if it cannot work
     job = nullcontext()
     if world.launched:
         from plaingpt.parallel.job import process_group
         job = process_group(world, device, config.backend)
-    writing = world.is_main and not config.is_read_only
-    with lock_output_dir(config.out_dir) if writing else nullcontext(), job:
+    writes_files = world.is_main and not config.is_read_only
+    with lock_output_dir(config.out_dir) if writes_files else nullcontext(), job:
         run = setup(config, start, world, device, device_why)
         preflight(run)
-        if config.check is True:
+        if config.check is True:  # --check: the preflight only
             return
         monitor = Monitor(run)
-        with run.stop, saved_when_it_fails(run, monitor, save), phase('training step'):
-            monitor.close(train(run, monitor))
+        with run.stop, save_on_error(run, monitor), phase('training step'):
+            reason = train(run, monitor)
+            monitor.close(reason)
 
 
 if __name__ == '__main__':

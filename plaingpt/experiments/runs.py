@@ -30,6 +30,7 @@ from plaingpt.system.errors import UserError, print_line, warn
 from plaingpt.system.files import ROOT, lock_output_dir, read_json, sha256_of, write_json
 from plaingpt.system.formatting import count_of
 from plaingpt.training.checkpoint import checksum
+from plaingpt.training.progress import FINISHED, TIME_UP
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.start import archive_previous_run
 
@@ -123,7 +124,7 @@ def has_ended(folder):
     """Whether there is a run that came to its end, and what summarize needs can be read."""
     rows = read_rows(Path(folder, 'metrics.jsonl'), tell=lambda problem: None)
     run = read_run(folder, needed={'dtype', 'dataset'})
-    return run.get('ending', '').startswith(('all iterations are done', 'patience')) \
+    return run.get('ending', '').startswith((FINISHED, TIME_UP, 'patience')) \
         and bool(column(rows, 'tokens_per_s')) and any('val_loss' in row for row in rows)
 
 

@@ -38,11 +38,11 @@ class Film:
         self.moments = {0, *steps.tolist()} - taken
         self.shares = np.geomspace(1e-3, 0.95, MOMENTS - 1).tolist()  # of the time of --minutes
 
-    def is_due(self, iter_num, done):
-        """Whether to look after update `iter_num`. done: how far the run is, from 0 to 1"""
+    def is_due(self, iter_num, fraction_done):
+        """Whether to look after update `iter_num`. fraction_done: how far the run is"""
         if not self.run.config.minutes or iter_num == 0:
             return iter_num in self.moments
-        passed = [share for share in self.shares if share <= done]
+        passed = [share for share in self.shares if share <= fraction_done]
         del self.shares[:len(passed)]
         return bool(passed)
 

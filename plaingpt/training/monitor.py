@@ -27,6 +27,7 @@ from plaingpt.system.files import make_writable, write_json
 from plaingpt.system.formatting import command_for, quoted
 from plaingpt.training.averaging import averaged
 from plaingpt.training.evaluation import evaluated_bytes, full_model
+from plaingpt.training.progress import FINISHED, TIME_UP
 from plaingpt.training.settings import WITHOUT_EFFECT
 from plaingpt.training.start import archive_previous_run, trim_logs
 from plaingpt.training.step import SkippedSteps
@@ -34,7 +35,6 @@ from plaingpt.training.step import SkippedSteps
 HEALTH_INTERVAL = 100  # iterations between health checks
 LOOKS = 5  # health checks in a short run, at least: a curve needs a few points
 SAMPLE_TOKENS = 100  # in a sample
-DONE = 'all iterations are done', 'the time is over'  # a run came to its end
 
 
 def eager(compile):
@@ -106,9 +106,9 @@ class Monitor:
             self.take_film(0, 0.0)
         return self.health.around_update(iter_num, self.run.step.scaler)
 
-    def after_update(self, iter_num, done, loss, lr, grad_norm):
-        """Log update `iter_num`, its health, and the film, where they are due. done: how far the
-        run was before it"""
+    def after_update(self, iter_num, fraction_done, loss, lr, grad_norm):
+        """Log update `iter_num`, its health and the film, if they are due. fraction_done: before
+        this update"""
         metrics = self.metrics
         metrics.bar.update()
         if iter_num % self.run.config.log_interval == 0:
@@ -118,44 +118,41 @@ class Monitor:
             with metrics.paused('health check'), self.full_model() as model:
                 if self.writing:
                     metrics.write(iter_num, **self.health.measure(model))
-        self.take_film(iter_num, done)
+        self.take_film(iter_num, fraction_done)
 
-    def take_film(self, iter_num, done):
-        if self.film and self.film.is_due(iter_num, done):
+    def take_film(self, iter_num, fraction_done):
+        if self.film and self.film.is_due(iter_num, fraction_done):
             with self.metrics.paused('filming'), averaged(self.run.step.optimizer), \
                     eager(self.run.compile):
                 self.film.take(iter_num)
 
     @contextmanager
     def full_model(self):
-        """A context with the whole model, in eager mode: what is looked at has other shapes than
-        training, and compiled blocks would be compiled again."""
+        """A context with the whole model, in eager mode: shapes differ from those of training, and
+        compiled blocks would be compiled again."""
         run = self.run
         with eager(run.compile), full_model(run.model, run.step.autocast) as model:
             yield model
 
-    def look(self, losses):
-        """→ ({task: its scores}, a sample or None), as far as the settings ask for them, and the
-        losses of this evaluation are numbers."""
+    def score_and_sample(self, *losses):
+        """→ ({task: its scores}, a sample or None), if the settings ask for them and the losses of
+        this evaluation are numbers."""
         config = self.run.config
         benchmarks = config.eval_tasks and not config.eval_only
-        asked = benchmarks or config.report
-        if not asked or any(math.isnan(loss) for loss, _ in losses):
+        wanted = benchmarks or config.report
+        if not wanted or any(map(math.isnan, losses)):
             return {}, None
         with self.full_model() as model:
             scores = self.score_benchmarks(model) if benchmarks else {}
             return scores, self.sample(model) if config.report else None
 
-    def log_evaluation(self, losses, val_loss, is_best, scores, text):
-        """Log what an evaluation found. losses: (loss, standard error) of the training split, then
-        of each corpus's validation split. val_loss: (loss, standard error), of a mixture the
-        weighted mean."""
-        iter_num, metrics = self.run.progress.iter_num, self.metrics
-        metrics.evaluation(iter_num, losses[0][0], *val_loss, is_best, text)
+    def log_scores(self, scores):
+        """Log {task of lm_eval: its scores}."""
         if scores:
             from plaingpt.inference.lm_eval_model import quote_scores
             for name, values in scores.items():
-                metrics.benchmark(iter_num, name, values, quote_scores(values))
+                self.metrics.benchmark(self.run.progress.iter_num, name, values,
+                                       quote_scores(values))
 
     def score_benchmarks(self, model):
         """→ {task of lm_eval: its scores} of the model as it is now."""
@@ -230,7 +227,9 @@ class Monitor:
         if self.began_at == iter_num:
             return [f'this run was already finished after iteration {iter_num} ({ending}); to '
                     'continue, raise --max_iters or --minutes, or set --patience=0']
-        lines = [] if ending in DONE else [f'stopped after iteration {iter_num}: {ending}']
+        lines = []
+        if ending not in (FINISHED, TIME_UP):
+            lines.append(f'stopped after iteration {iter_num}: {ending}')
         lines.append(f'done: {self.run.config.out_dir}/checkpoints has the weights; '
                      f'{command_for("sample")} {command}')
         if progress.evals_since_best:

@@ -4,17 +4,18 @@ end. It counts iterations, or with --minutes the time.
 
 import math
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from plaingpt.monitoring.run_record import finite
 from plaingpt.system.distributed import all_gather, gloo_group
 from plaingpt.system.errors import UserError
-from plaingpt.system.formatting import command_for, quoted, setting
+from plaingpt.system.formatting import setting
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.start import used_s
 
 EVALUATIONS = 10  # of a run of minutes, after the first
+FINISHED, TIME_UP = 'all iterations are done', 'time is up'  # how a run comes to its end
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Progress:
     val_stderr: float | None = None  # its standard error
     saved_at: int | None = None  # the iteration of the last checkpoint
     saved_evaluated: bool = False  # that checkpoint has its evaluation
-    updating: bool = False  # the weights may be changed in part
+    updating: bool = False  # the weights may be partly updated
     eval_sequences: int = 0  # sequences of a split in each evaluation
 
     @property
@@ -65,68 +66,66 @@ class IterationClock:
         """→ how far the run is after `iter_num` updates, from 0 to 1."""
         return iter_num / self.config.max_iters if iter_num < self.config.max_iters else 1.0
 
-    def evaluation_is_due(self, iter_num, done):
+    def evaluation_is_due(self, iter_num, fraction_done):
         return iter_num % self.config.eval_interval == 0
 
-    def get_lr(self, iter_num, done):
+    def get_lr(self, iter_num, fraction_done):
         return get_lr(iter_num, self.config)
 
     def left_s(self):
         return None  # not known
 
     @contextmanager
-    def stopped(self):
-        """A context: an evaluation and a save."""
+    def timed_evaluation(self):
+        """A context for an evaluation."""
         yield
 
 
 class MinuteClock(IterationClock):
-    """A run of config.minutes, as rank 0's clock says. Time that was needed before the first step
-    is lost; the last evaluation and save have the time that the ones before took.
+    """A run of config.minutes, by rank 0's clock. The time before the first step does not count as
+    progress. The last evaluation gets the time that the one before it took.
 
-    used_s: what of it was used before a resume; began: when this command was given
+    used_s: seconds used before a resume; began: when this command was started
     """
 
     def __init__(self, config, used_s, began):
         super().__init__(config)
         self.given_s, self.used_s = 60 * config.minutes, used_s
         self.ends_at = began + self.given_s - used_s
-        self.began = None  # when the loop did
-        self.stopped_s = 0.0  # what an evaluation and a save took
-        self.evaluated_at = -1.0
+        self.loop_began = None
+        self.evaluation_s = 0.0  # of the last evaluation
+        self.evaluated_at = -1.0  # fraction_done then
 
     def left_s(self):
         return self.ends_at - time.perf_counter()
 
     def read(self, iter_num):
         now = time.perf_counter()
-        self.began = self.began or now
+        self.loop_began = self.loop_began or now
         before = self.used_s / self.given_s
-        time_left = self.ends_at - self.stopped_s - self.began
-        share = (now - self.began) / time_left if time_left > 0 else 1.0
-        done = all_gather(min(1.0, before + (1 - before) * share), gloo_group())[0]
-        if done == 1 and iter_num == 0:
-            raise UserError(f'minutes={setting(self.config.minutes)} is too short: there is no '
-                            'time for a step after setup and evaluations; give more, or a smaller '
-                            '--eval_iters')
-        return done
+        time_left = self.ends_at - self.evaluation_s - self.loop_began
+        share = (now - self.loop_began) / time_left if time_left > 0 else 1.0
+        fraction_done = all_gather(min(1.0, before + (1 - before) * share), gloo_group())[0]
+        if fraction_done == 1 and iter_num == 0:
+            raise UserError(f'minutes={setting(self.config.minutes)} is too short: setup took '
+                            'all of it; give more')
+        self.fraction_done = fraction_done
+        return fraction_done
 
-    def evaluation_is_due(self, iter_num, done):
-        """At each tenth, unless evaluations take more than a tenth of the time."""
-        often = min(EVALUATIONS, self.given_s / 10 / max(self.stopped_s, 1e-9))
-        due = int(done * often) > int(self.evaluated_at * often) or self.evaluated_at < 0
-        if due:
-            self.evaluated_at = done
-        return due
+    def evaluation_is_due(self, iter_num, fraction_done):
+        """At each tenth; less often if evaluations would take more than a tenth of the time."""
+        often = min(EVALUATIONS, self.given_s / 10 / max(self.evaluation_s, 1e-9))
+        return int(fraction_done * often) > int(self.evaluated_at * often) or self.evaluated_at < 0
 
-    def get_lr(self, iter_num, done):
-        return get_lr(iter_num, self.config, done)
+    def get_lr(self, iter_num, fraction_done):
+        return get_lr(iter_num, self.config, fraction_done)
 
     @contextmanager
-    def stopped(self):
+    def timed_evaluation(self):
         began = time.perf_counter()
+        self.evaluated_at = self.fraction_done
         yield
-        self.stopped_s = time.perf_counter() - began
+        self.evaluation_s = time.perf_counter() - began
 
 
 def make_clock(config, start):
@@ -138,21 +137,3 @@ def make_clock(config, start):
                           or config.init_from == 'resume'):
         used = used_s(start.weights.state, start.weights.settings()['minutes'])
     return MinuteClock(config, used, start.began)
-
-
-@contextmanager
-def saved_when_it_fails(run, monitor, save):
-    """Save a train.Run that an error ends, as it was before the step, by train.py's `save`. Of
-    several processes the others know nothing of the error."""
-    try:
-        yield
-    except Exception as error:
-        with suppress(Exception):  # the first error says more
-            if run.world.size == 1 and not run.progress.updating:
-                save(run, monitor)
-                run.saver.wait()
-                if run.progress.saved_at and not run.saver.failed:
-                    error.add_note(f'iteration {run.progress.saved_at} is saved: '
-                                   f'{command_for("train")} --out_dir={quoted(run.config.out_dir)} '
-                                   '--init_from=resume')
-        raise

@@ -37,7 +37,7 @@ class Machine:
             done = clock.read(iter_num)
             if done == 1 or clock.evaluation_is_due(iter_num, done):
                 self.evaluated_at.append(self.now)
-                with clock.stopped():
+                with clock.timed_evaluation():
                     self.now += self.evaluation_s
             if done == 1:
                 return

@@ -244,7 +244,7 @@ def test_any_error_of_an_evaluation_leaves_the_steps_before_it(
     def fail(monitor, *_):
         if monitor.run.progress.iter_num:
             raise error
-    monkeypatch.setattr(train.Monitor, 'log_evaluation', fail)
+    monkeypatch.setattr(train.Monitor, 'log_scores', fail)
     with pytest.raises(type(error)) as raised:
         train.main(tiny)
     assert 'iteration 3 is saved' in raised.value.__notes__[0]

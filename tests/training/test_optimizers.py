@@ -95,6 +95,16 @@ def test_the_rest_moves_as_with_adamw_alone():
     assert torch.equal(muon_model.lm_head.weight, model.lm_head.weight)
 
 
+@pytest.mark.parametrize('name', optimizers.OPTIMIZERS)
+def test_what_is_not_frozen_is_trained_also_where_no_block_is(name):
+    model = GPT(SHAPE)
+    model.transformer.h.requires_grad_(False)
+    before = copies(model.parameters())
+    trained(model, build_optimizer(model, TrainConfig(optimizer=name)), 1)
+    for (name, p), old in zip(model.named_parameters(), before, strict=True):
+        assert torch.equal(p, old) == ('.h.' in name), name
+
+
 def stepped(model, optimizer, factors, scaled=False):
     """Steps on batches whose losses are multiplied by these factors; None: no step → for each
     whether it moved a weight"""
@@ -154,7 +164,7 @@ def test_a_cpu_without_bfloat16_orthogonalizes_in_float32(monkeypatch):
     found = {}
     for has_bfloat16 in (True, False):
         monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda has=has_bfloat16: has)
-        found[has_bfloat16] = optimizers.orthogonalized(matrix[None])
+        found[has_bfloat16] = optimizers.orthogonalize(matrix[None])
     assert found[True].dtype == torch.bfloat16 and found[False].dtype == torch.float32
     torch.testing.assert_close(found[True].float(), found[False], atol=0.03, rtol=0.1)
 

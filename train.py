@@ -154,7 +154,7 @@ def setup(config, start, world, device, device_why):
         wrapped_model = replicate(wrapped_model, device)
 
     # A step: forward and backward in autocast's precision, with a GradScaler for float16.
-    optimizer = build_optimizer(model, config, world.size)
+    optimizer = build_optimizer(model, config)
     autocast = devices.autocast(device, dtype)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
     step = Step(wrapped_model, optimizer, scaler, autocast, config.grad_clip,

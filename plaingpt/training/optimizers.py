@@ -16,7 +16,7 @@ from plaingpt.system.distributed import local_rows
 from plaingpt.training.averaging import keep_average
 
 
-def build_optimizer(model, config, processes=1):
+def build_optimizer(model, config):
     """The optimizer that a TrainConfig names, over the parameters of a GPT that take gradients."""
     optimizer = OPTIMIZERS[config.optimizer](parameter_groups(model, config), config)
     if config.average_decay:

@@ -326,7 +326,7 @@ class GPT(nn.Module):
         those that do not count: (logits, mean cross-entropy in nats), 0 if none of them counts.
         A loss_function computes the same loss from x, without all logits at once: (None, loss)."""
         x = self.hidden(idx)  # (B, T, C)
-        if targets is not None and self.loss_function is not None:
+        if targets is not None and self.loss_function is not None:  # as in train.py
             return None, self.loss_function(x, self.lm_head.weight, self.config.vocab_size, targets)
         logits = self.logits(x)  # (B, T, V)
         if targets is None:

@@ -9,7 +9,7 @@ import prepare
 import sample
 import train
 from bench import BenchConfig
-from configurator import load_config
+from configurator import accepted_types, load_config
 from plaingpt.system.errors import UserError
 from plaingpt.system.help_text import sections_of
 from plaingpt.training.settings import WITHOUT_EFFECT, TrainConfig
@@ -146,6 +146,27 @@ def test_an_argument_without_dashes_is_the_run_and_a_py_file_stays_a_config(tmp_
     config = sampling('--chat', 'out=a', 'a.py', '--temperature=1')
     assert (config.out_dir, config.num_samples, config.chat) == ('out=a', 3, True)
     assert (sampling(ran.name).out_dir, sampling(ran.name).num_samples) == ('notes.md', 10)
+
+
+def test_numbers_have_limits_and_one_of_your_own_has_none_unless_it_is_named():
+    for cls in (TrainConfig, BenchConfig, PlanConfig, PrepareConfig, sample.SampleConfig,
+                evaluate.EvaluateConfig):
+        numbers = {field.name for field in dataclasses.fields(cls)
+                   if field.init and {int, float} & set(accepted_types(cls, field.name))}
+        named = {*cls.above_0, *getattr(cls, 'at_least_0', ()), *getattr(cls, 'below_1', ())}
+        assert numbers - named <= {'max_tokens'} and named <= numbers
+
+    @dataclasses.dataclass
+    class Own(TrainConfig):
+        layer: int = -1
+        share: float = 0.5
+
+        below_1 = (*TrainConfig.below_1, 'share')
+
+    assert load_config(Own, ['--layer=-2', '--share=0']).layer == -2
+    for argument in ('--share=1', '--share=-0.1', '--n_layer=0', '--n_kv_head=-1'):
+        with pytest.raises(UserError, match=f'^{argument[2:].partition("=")[0]}='):
+            load_config(Own, [argument])
 
 
 def test_arguments_without_dashes_may_be_a_list_also_of_py_files(tmp_path):

@@ -26,7 +26,7 @@ from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.step import Step
 
 # Nats by which a new model's loss may be above ln(vocab), and how many more for each channel: the
-# logits of GPT-2's initialisation have a variance of 0.02² · channels, and half of that adds to the
+# logits of GPT-2's initialization have a variance of 0.02² · channels, and half of that adds to the
 # loss. "Verify loss at init": Karpathy 2019, A Recipe for Training Neural Networks
 INITIAL_LOSS, INITIAL_LOSS_PER_CHANNEL = 0.3, 0.0004
 # Predicted falls of the loss, in nats; a smaller one is tried where the loss curves strongly.

@@ -168,7 +168,7 @@ class OwnCode:
         return {f'gpt.{name}': w for name, w in weights.items()}
 
 
-# Dropout and initialisation do not change what a trained model computes. Attention that stays
+# Dropout and initialization do not change what a trained model computes. Attention that stays
 # within a document is plain attention where there is one: a conversation, or a text up to its end.
 COMMON = dict.fromkeys(
     (*SIZES, 'dropout', 'zero_init', 'document_attention', 'document_start', 'norm_eps', 'n_inner'),

@@ -51,7 +51,7 @@ def open_pretrained(source):
 
 @dataclass
 class Pretrained:
-    """Weights of others. They are downloaded, read and checked when they are used."""
+    """Pretrained weights. They are downloaded, read and checked when they are used."""
 
     source: str
     path: Path  # of the folder, or of the ckpt.pt; of weights on the hub none is there

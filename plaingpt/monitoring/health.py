@@ -36,7 +36,7 @@ class ActivationRecorder(TorchFunctionMode):
 
     streams: the residual stream before the first block and after each, (B, T, C)
     attention: (block, arguments of F.scaled_dot_product_attention) of each call, whose query and
-    key have been rotated and normalised already
+    key have been rotated and normalized already
     """
 
     def __init__(self, model):

@@ -17,8 +17,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-VOCAB_MULTIPLE = 128  # embedding and head are padded to it: matmuls are fastest with such sizes
-ROW_PER_TOKEN = ('wte.weight', 'value_embedding.weight', 'lm_head.weight')  # these are padded
+VOCAB_MULTIPLE = 128  # of rows in embedding and head: matmuls are fastest with such sizes
+ROW_PER_TOKEN = ('wte.weight', 'value_embedding.weight', 'lm_head.weight')  # padded too
 
 
 def relu2(x):
@@ -60,7 +60,7 @@ class GPTConfig:
     value_embeddings: bool = False  # add a token embedding to each layer's values (Zhou 2024)
     tied_head: bool = True  # the head shares the embedding's weight (Press and Wolf 2017)
     n_kv_head: int = 0  # key/value heads (grouped-query attention); 0: n_head
-    zero_init: bool = False  # zero-init output projections: each branch starts as a no-op
+    zero_init: bool = False  # zero-init output projections: each residual branch starts as a no-op
     document_attention: bool = False  # attention and positions stay within a document
     # not listed: set by a pretrained model or by the dataset
     head_dim: int = 0  # channels per head; 0: n_embd / n_head
@@ -185,16 +185,17 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.head_size = config.head_size
         self.dropout = config.dropout
-        self.sizes = config.qkv_sizes
-        self.c_attn = nn.Linear(config.n_embd, sum(self.sizes), bias=config.bias or config.qkv_bias)
-        self.c_attn.parts = self.sizes  # three matrices in one: Muon updates each by itself
-        self.c_proj = nn.Linear(self.sizes[0], config.n_embd, bias=config.bias)
+        self.qkv_sizes = config.qkv_sizes
+        self.c_attn = nn.Linear(config.n_embd, sum(self.qkv_sizes),
+                                bias=config.bias or config.qkv_bias)
+        self.c_attn.parts = self.qkv_sizes  # three matrices in one: Muon updates each by itself
+        self.c_proj = nn.Linear(self.qkv_sizes[0], config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         self.q_norm = norm(config, config.head_size) if config.qk_norm else nn.Identity()
         self.k_norm = norm(config, config.head_size) if config.qk_norm else nn.Identity()
         self.value_embedding = None
         if config.value_embeddings:
-            self.value_embedding = nn.Embedding(config.padded_vocab_size, self.sizes[2])
+            self.value_embedding = nn.Embedding(config.padded_vocab_size, self.qkv_sizes[2])
 
     def forward(self, x, idx, rotary=None, documents=None, cache=None):
         """x (B, T, C), computed from the tokens idx (B, T) → (B, T, C).
@@ -203,7 +204,7 @@ class CausalSelfAttention(nn.Module):
         cache: one layer of a KVCache, which holds the keys and values of the tokens before these"""
         B, T = idx.shape
         D = self.head_size
-        q, k, v = self.c_attn(x).split(self.sizes, dim=2)  # (B, T, H·D), 2 × (B, T, KV·D)
+        q, k, v = self.c_attn(x).split(self.qkv_sizes, dim=2)  # (B, T, H·D), 2 × (B, T, KV·D)
         if self.value_embedding is not None:
             v = v + self.value_embedding(idx).to(v.dtype)  # autocast leaves embeddings alone
         q = self.q_norm(q.view(B, T, -1, D)).transpose(1, 2)  # (B, H, T, D)
@@ -220,7 +221,8 @@ class CausalSelfAttention(nn.Module):
             k, v = repeat_kv(k, self.n_head), repeat_kv(v, self.n_head)
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None and cache is None, enable_gqa=T == 1)  # (B, H, T, D)
+            is_causal=mask is None and cache is None,  # with a cache, None lets a token see all
+            enable_gqa=k.size(1) < self.n_head)  # (B, H, T, D)
         y = y.transpose(1, 2).flatten(2)  # (B, H, T, D) → (B, T, H·D)
         return self.resid_dropout(self.c_proj(y))
 
@@ -339,7 +341,7 @@ class GPT(nn.Module):
         """idx (B, T) → (B, T, C), from which the head predicts each next token. cache: a KVCache of
         plaingpt/inference/generation.py, which holds the tokens before these and adds these."""
         assert idx.size(1) <= self.config.block_size, f'more than {self.config.block_size} tokens'
-        positions = slice(idx.size(1))
+        positions = slice(idx.size(1))  # or (T,), or (B, T): indices of position embeddings
         documents = None
         layer_caches = [None] * self.config.n_layer
         if cache is not None:
@@ -347,7 +349,7 @@ class GPT(nn.Module):
             layer_caches = cache.layers
         elif self.config.document_attention:
             documents = find_documents(idx, self.config.document_start)
-            positions = documents.positions  # (B, T)
+            positions = documents.positions
         x = self.transformer.wte(idx)  # (B, T, C)
         rotary = None
         if self.config.learned_positions:

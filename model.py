@@ -343,7 +343,7 @@ class GPT(nn.Module):
         assert idx.size(1) <= self.config.block_size, f'more than {self.config.block_size} tokens'
         positions = slice(idx.size(1))  # or (T,), or (B, T): indices of position embeddings
         documents = None
-        layer_caches = [None] * self.config.n_layer
+        layer_caches = [None] * len(self.transformer.h)
         if cache is not None:
             positions = cache.positions
             layer_caches = cache.layers

@@ -36,8 +36,8 @@ def load_config(cls, argv, doc='', positional='', several=False, read_saved=lamb
     read_saved: {name: value} of these → {name: value} to begin with instead of the defaults, such
     as those of the run that the command line resumes
 
-    A field that is `init=False` is not a setting. `cls` may name numbers that have limits, see
-    outside_limits(), and define `out_of_range(self) -> list[str]` for other invalid values and
+    A field that is `init=False` is not a setting. `cls` may name numbers that have LIMITS,
+    and define `out_of_range(self) -> list[str]` for other invalid values and
     `conflicts(self) -> list[str]` for those that contradict each other. Raises UserError with every
     problem found, one a line. `--help` prints and exits.
     """
@@ -129,7 +129,8 @@ def read_option(cls, arg):
     if equals and known and str in accepted_types(cls, name):
         # Text stays as typed: --start=1e3 means those three characters. A function in its
         # annotation reads escapes, which a config file's Python has read already.
-        read = next(filter(callable, annotations_of(cls, name)), str)
+        hint = get_type_hints(cls, include_extras=True)[name]
+        read, = getattr(hint, '__metadata__', [str])
         return name, read(text), None
     if equals:
         return name, parse_literal(text), None
@@ -296,31 +297,20 @@ def convert(value, kinds):
     raise ValueError
 
 
+LIMITS = (  # attribute of a class, with names of its fields; what is said; whether a value fits
+    ('above_0', 'above 0', lambda value: value > 0),
+    ('at_least_0', 'at least 0', lambda value: value >= 0),
+    ('below_1', 'below 1', lambda value: value < 1))
+
+
 def outside_limits(config):
-    """Numbers outside the limits that `config.above_0`, `at_least_0` and `below_1` name them for,
-    a line each."""
+    """Numbers outside the LIMITS of their class, a line each."""
     found = []
-    for name in defaults(config):
-        value, limit = getattr(config, name), None
-        if isinstance(value, str):  # such as auto
-            continue
-        if name in getattr(config, 'above_0', ()) and value <= 0:
-            limit = 'above 0'
-        elif name in getattr(config, 'at_least_0', ()) and value < 0:
-            limit = 'at least 0'
-        elif name in getattr(config, 'below_1', ()) and not 0 <= value < 1:
-            limit = 'at least 0 and below 1'
-        if limit:
-            found.append(f'{name}={setting(value)}: must be {limit}')
-    return found
-
-
-def annotations_of(cls, name):
-    """What a field's type is annotated with, in a union too: functions that read text."""
-    waiting, found = [get_type_hints(cls, include_extras=True)[name]], []
-    for annotation in waiting:
-        found += getattr(annotation, '__metadata__', ())
-        waiting += typing.get_args(annotation)
+    for attribute, limit, fits in LIMITS:
+        for name in getattr(config, attribute, ()):
+            value = getattr(config, name)
+            if not isinstance(value, str) and not fits(value):  # text, such as auto, is no number
+                found.append(f'{name}={setting(value)}: must be {limit}')
     return found
 
 

@@ -107,13 +107,11 @@ class GPTConfig:
             found.append(f'n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}')
         if self.rotary and not remainder and self.head_size % 2:
             head_dim = 'head_dim' if self.head_dim else 'n_embd / n_head'
-            found.append('rotary=True rotates pairs of channels, but '
-                         f'{head_dim} = {self.head_size} is odd')
+            found.append(f'rotary=True needs an even {head_dim}, not {self.head_size}')
         if self.conv == 1:
             found.append('conv=1: must be 0, or 2 or more')
         if self.document_attention and self.document_start == -1:
-            found.append('document_attention=True needs document_start, the id of the token that '
-                         'begins a document')
+            found.append('document_attention=True needs document_start')
         return found
 
 
@@ -307,7 +305,6 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self):
         """Draw matrices from N(0, 0.02²), as GPT-2 does. Norms start as 1, biases as 0."""
-        n_branches = 2 * self.config.n_layer  # whose variances add up (GPT-2, section 2.3)
         zeros = ('conv.weight', 'value_embedding.weight')  # added to what is there: no-ops at first
         if self.config.zero_init:
             zeros += ('c_proj.weight', 'lm_head.weight')
@@ -316,8 +313,8 @@ class GPT(nn.Module):
                 nn.init.constant_(p, 1.0 if name.endswith('weight') else 0.0)
             elif name.endswith(zeros):
                 nn.init.zeros_(p)
-            elif name.endswith('c_proj.weight'):
-                nn.init.normal_(p, std=0.02 / math.sqrt(n_branches))
+            elif name.endswith('c_proj.weight'):  # 2L branches add up their variance (GPT-2, §2.3)
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer))
             else:
                 nn.init.normal_(p, std=0.02)
             if name.endswith(ROW_PER_TOKEN):
@@ -368,28 +365,20 @@ class GPT(nn.Module):
         """(…, C) → (…, V). This cuts off the padding of the vocabulary: no caller sees it."""
         return self.lm_head(x)[..., :self.config.vocab_size]
 
-    def num_parameters(self):
-        """Parameters of the model as published: tied weights count once, padding does not."""
+    def num_parameters(self, without=()):
+        """Parameters of the model as published: tied weights count once, padding does not.
+        without: the ends of names that do not count"""
         return sum(p[:self.config.vocab_size].numel() if name.endswith(ROW_PER_TOKEN) else p.numel()
-                   for name, p in self.named_parameters())
-
-    def matmul_parameters(self):
-        """All parameters except embeddings: looking up a row is not a matmul."""
-        c = self.config
-        parameters = self.num_parameters()
-        if c.learned_positions:
-            parameters -= c.block_size * c.n_embd
-        if not c.tied_head:
-            parameters -= c.vocab_size * c.n_embd
-        if c.value_embeddings:
-            parameters -= c.n_layer * c.vocab_size * c.qkv_sizes[2]
-        return parameters
+                   for name, p in self.named_parameters() if not name.endswith(without))
 
     def flops_per_token(self):
         """FLOPs to train on one token, forward and backward (PaLM, appendix B): 6 for each weight
-        in a matmul and 12·L·H·D·T for attention."""
+        in a matmul and 12·L·H·D·T for attention. Looking up an embedding is not a matmul."""
         c = self.config
-        return 6 * self.matmul_parameters() + 12 * c.n_layer * c.qkv_sizes[0] * c.block_size
+        embeddings = ('wpe.weight', 'value_embedding.weight')
+        if not c.tied_head:
+            embeddings += ('wte.weight',)
+        return 6 * self.num_parameters(embeddings) + 12 * c.n_layer * c.qkv_sizes[0] * c.block_size
 
     def crop_block_size(self, block_size):
         """Drop the positions beyond `block_size`, e.g. to fine-tune on shorter sequences."""
@@ -412,8 +401,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
         """Append `max_new_tokens` sampled tokens to idx (B, T) → (B, T + max_new_tokens); at
-        temperature 0 the most likely ones. plaingpt/inference does the same several times as fast.
-        """
+        temperature 0 the most likely ones. plaingpt/inference does so several times as fast."""
         for _ in range(max_new_tokens):
             x = self.hidden(idx[:, -self.config.block_size:])  # (B, T, C)
             logits = self.logits(x[:, -1])  # (B, V)

@@ -161,10 +161,11 @@ def test_numbers_have_limits_and_one_of_your_own_has_none_unless_it_is_named():
         layer: int = -1
         share: float = 0.5
 
+        above_0 = (*TrainConfig.above_0, 'share')
         below_1 = (*TrainConfig.below_1, 'share')
 
-    assert load_config(Own, ['--layer=-2', '--share=0']).layer == -2
-    for argument in ('--share=1', '--share=-0.1', '--n_layer=0', '--n_kv_head=-1'):
+    assert load_config(Own, ['--layer=-2', '--share=0.9']).layer == -2
+    for argument in ('--share=1', '--share=0', '--n_layer=0', '--n_kv_head=-1'):
         with pytest.raises(UserError, match=f'^{argument[2:].partition("=")[0]}='):
             load_config(Own, [argument])
 

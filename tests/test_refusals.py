@@ -25,7 +25,7 @@ train --seed=99999999999999999999           → seed=
 train --dtype=float8                        → expected auto or float32
 train --learning_rate=fast                  → expected a number
 train --learning_rate=nan                   → expected a number
-train --dropout=1.0                         → dropout=1.0: must be at least 0 and below 1
+train --dropout=1.0                         → dropout=1.0: must be below 1
 train --max_iters=-1                        → max_iters=-1: must be at least 0
 train --out_dir=                            → out_dir is empty
 train --out_dir=text.txt/out --dataset=chars → out_dir

@@ -213,29 +213,20 @@ MOST_TOKENS = 8192  # that are compared
 ROUNDING = 3e-5  # of the size of a token's logits; published_logits() takes sums as model.py does
 
 
-def random_tokens(config):
-    """→ (1, T) tokens, as many as the model reads. None opens a document."""
-    tokens = torch.randint(config.vocab_size, (1, min(config.block_size, MOST_TOKENS)),
-                           generator=torch.Generator().manual_seed(0))
-    other = (config.document_start + 1) % config.vocab_size
-    return tokens.masked_fill(tokens == config.document_start, other)
-
-
-def same_logits(logits, expected, tolerance):
-    """Whether logits (1, T, V) are those expected at each position. tolerance: of their size"""
-    errors = (logits - expected).norm(dim=-1)
-    return bool((errors <= tolerance * expected.norm(dim=-1)).all())
-
-
 @torch.no_grad()
 def computes_as_published(model):
-    """Whether a GPT has the logits of GPT-2, Llama or Qwen with its weights."""
-    idx = random_tokens(model.config)
+    """Whether a GPT has the logits of GPT-2, Llama or Qwen with its weights, for each of as many
+    tokens as it reads. None of them begins a document."""
+    c = model.config
+    idx = torch.randint(c.vocab_size, (1, min(c.block_size, MOST_TOKENS)),
+                        generator=torch.Generator().manual_seed(0))  # (1, T)
+    idx[idx == c.document_start] = (c.document_start + 1) % c.vocab_size
     try:
-        expected = published_logits(dict(model.named_parameters()), model.config, idx)
+        expected = published_logits(dict(model.named_parameters()), c, idx)  # (1, T, V)
     except (KeyError, RuntimeError):  # it has other parameters, or of other shapes
         return False
-    return same_logits(model.eval()(idx)[0], expected, ROUNDING)
+    errors = (model.eval()(idx)[0] - expected).norm(dim=-1)  # (1, T)
+    return bool((errors <= ROUNDING * expected.norm(dim=-1)).all())
 
 
 def published_logits(weights, c, idx):

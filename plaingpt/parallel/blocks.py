@@ -15,10 +15,9 @@ SAVED_OPS = [  # 'selective' saves the outputs of matmuls and attention
 
 
 def apply_activation_checkpointing(model, mode):
-    """From now on the blocks of a GPT save less for the backward pass, which recomputes the rest
-    (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"): 'full' saves their inputs
-    only, 'selective' also the outputs of SAVED_OPS. Call it before the model is compiled or wrapped
-    in DDP or FSDP. The names of parameters stay as they are."""
+    """Let the backward pass recompute what happens in the blocks of a GPT, except for their inputs
+    and with 'selective' the outputs of SAVED_OPS (Chen et al. 2016, "Training Deep Nets with
+    Sublinear Memory Cost"). Call it before compiling the model, or wrapping it in DDP or FSDP."""
     if mode == 'none':
         return
     for block in model.transformer.h:

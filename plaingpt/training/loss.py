@@ -16,8 +16,7 @@ def chunk_size(chosen, tokens, vocab_size, device_type):
     """How many tokens have logits at once. 'auto' takes one of CHUNKS, at most half of the tokens:
     for each chunk a GPU reads the head's weight and adds to its gradient, which takes as long as
     some 500 tokens. On a CPU 'auto' takes as many tokens as have their logits in the cache, unless
-    the vocabulary is so large that they are fewer than LEAST_CACHED.
-    """
+    the vocabulary is so large that they are fewer than LEAST_CACHED."""
     if chosen != 'auto':
         return chosen
     cached = CACHED_LOGITS // vocab_size
@@ -44,7 +43,6 @@ def chunked_cross_entropy(x, weight, vocab_size, targets, chunk='auto'):
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-
     @staticmethod
     def forward(ctx, x, weight, vocab_size, targets, chunk, training):
         device = x.device.type

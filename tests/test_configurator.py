@@ -13,6 +13,7 @@ from configurator import accepted_types, load_config
 from plaingpt.system.errors import UserError
 from plaingpt.system.help_text import sections_of
 from plaingpt.training.settings import WITHOUT_EFFECT, TrainConfig
+from plan import PlanConfig
 from prepare import PrepareConfig
 
 

@@ -66,9 +66,9 @@ class GPTConfig:
     head_dim: int = 0  # channels per head; 0: n_embd / n_head
     n_inner: int = 0  # hidden units of an MLP; 0: 4 n_embd, with swiglu 8/3 n_embd
     qkv_bias: bool = False  # with bias=False, biases of queries, keys and values only (Qwen2)
-    norm_eps: float = 1e-5  # what norms add to the variance
-    rotary_base: float = 10000.0  # a larger one turns slower, for longer sequences
-    rotary_factor: float = 1.0  # slow angles are divided by it (Llama 3.1); 1: no change
+    norm_eps: float = 1e-5  # epsilon of the norms
+    rotary_base: float = 10000.0  # larger: longer wavelengths, for longer contexts
+    rotary_factor: float = 1.0  # divides low frequencies (Llama 3.1); 1: off
     rotary_length: int = 8192  # with rotary_factor: the block_size before it was extended
     document_start: int = -1  # with document_attention: id of the token that begins a document
 
@@ -128,7 +128,7 @@ def norm(config, size):
 
 
 def rotary_table(config):
-    """cos and sin of the angle by which each position turns each pair of channels (i, i + D/2):
+    """cos and sin of the angle by which each position rotates each pair of channels (i, i + D/2):
     2 × (block_size, D). The sines of the first half are negative, as rotate() needs them."""
     n = config.head_size // 2
     frequencies = config.rotary_base ** (-torch.arange(n) / n)  # (D/2,), radians per position
@@ -140,7 +140,7 @@ def rotary_table(config):
 
 
 def slowdown(frequencies, config):
-    """(D/2,) → (D/2,): what Llama 3.1's code multiplies frequencies with. Pairs that turn less than
+    """(D/2,) → (D/2,): Llama 3.1's factors on the frequencies. Pairs that turn less than
     once within rotary_length are slowed down by rotary_factor, those that turn 4 times are not."""
     turns = config.rotary_length * frequencies / (2 * math.pi)  # within rotary_length
     kept = ((turns - 1) / (4 - 1)).clamp(0, 1)
@@ -235,26 +235,27 @@ class ShortConv(nn.Module):
 
     def forward(self, x, documents=None, cache=None):
         """x (B, T, C) → y (B, T, C), y_t = x_t + Σ_k weight_k · x_(t-k), 0 ≤ k < K. documents,
-        cache: as in attention; tokens of other documents do not count."""
+        cache: as in attention; tokens of other documents are masked."""
         K = len(self.weight)
         T = x.size(1)
         # (B, T, C) → (B, K - 1 + T, C)
         padded = F.pad(x, (0, 0, K - 1, 0)) if cache is None else cache.with_earlier(x, K - 1)
+        y = x
         for k, w in enumerate(self.weight.to(x.dtype)):
             earlier = padded[:, K - 1 - k:K - 1 - k + T]  # (B, T, C): k tokens before each
             if documents is not None:
                 earlier = earlier.masked_fill((documents.positions < k)[..., None], 0.0)
-            x = torch.addcmul(x, w, earlier)
-        return x
+            y = torch.addcmul(y, w, earlier)
+        return y
 
 
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        n_matrices = 2 if config.mlp == 'swiglu' else 1  # the gate, and what it is multiplied with
+        n_matrices = 2 if config.mlp == 'swiglu' else 1  # SwiGLU: gate and up projection
         width_in = n_matrices * config.mlp_width
         self.c_fc = nn.Linear(config.n_embd, width_in, bias=config.bias)
-        self.c_fc.parts = n_matrices * (config.mlp_width,)  # as of c_attn
+        self.c_fc.parts = n_matrices * (config.mlp_width,)  # Muon updates each by itself
         self.activation = ACTIVATIONS[config.mlp]
         self.c_proj = nn.Linear(config.mlp_width, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
@@ -299,7 +300,7 @@ class GPT(nn.Module):
             cos, sin = rotary_table(config)  # 2 × (block_size, D)
             self.register_buffer('cos', cos, persistent=False)
             self.register_buffer('sin', sin, persistent=False)
-        self.loss_function = None  # or chunked_cross_entropy of plaingpt/training/loss.py
+        self.loss_function = None  # set by train.py: the loss without all logits at once
         self.init_weights()
 
     @torch.no_grad()
@@ -321,9 +322,9 @@ class GPT(nn.Module):
                 p[self.config.vocab_size:] = 0.0  # the padding
 
     def forward(self, idx, targets=None):
-        """idx (B, T) int64, T ≤ block_size → (logits (B, T, V), None). With targets (B, T), -1 for
-        those that do not count: (logits, mean cross-entropy in nats), 0 if none of them counts.
-        A loss_function computes the same loss from x, without all logits at once: (None, loss)."""
+        """idx (B, T) int64, T ≤ block_size → (logits (B, T, V), None). With targets (B, T), -1
+        to ignore one: (logits, mean cross-entropy in nats), 0 if all are ignored. If loss_function
+        is set, it computes the same loss from the hidden states: (None, loss)."""
         x = self.hidden(idx)  # (B, T, C)
         if targets is not None and self.loss_function is not None:  # as in train.py
             return None, self.loss_function(x, self.lm_head.weight, self.config.vocab_size, targets)
@@ -336,7 +337,7 @@ class GPT(nn.Module):
 
     def hidden(self, idx, cache=None):
         """idx (B, T) → (B, T, C), from which the head predicts each next token. cache: a KVCache of
-        plaingpt/inference/generation.py, which holds the tokens before these and adds these."""
+        plaingpt/inference/generation.py with the tokens before these; these are appended to it."""
         assert idx.size(1) <= self.config.block_size, f'more than {self.config.block_size} tokens'
         positions = slice(idx.size(1))  # or (T,), or (B, T): indices of position embeddings
         documents = None
@@ -356,13 +357,13 @@ class GPT(nn.Module):
         x = self.transformer.drop(x)
         device = x.device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
-            x = x.bfloat16()  # half the memory of each addition; in float16, sums could overflow
+            x = x.bfloat16()  # the residual stream in half the memory; float16 could overflow
         for block, layer_cache in zip(self.transformer.h, layer_caches, strict=True):
             x = block(x, idx, rotary, documents, layer_cache)  # (B, T, C)
         return self.transformer.ln_f(x)
 
     def logits(self, x):
-        """(…, C) → (…, V). This cuts off the padding of the vocabulary: no caller sees it."""
+        """(…, C) → (…, V). The padding of the vocabulary is sliced off: no caller sees it."""
         return self.lm_head(x)[..., :self.config.vocab_size]
 
     def num_parameters(self, without=()):
@@ -410,8 +411,8 @@ class GPT(nn.Module):
                 logits = logits.masked_fill(logits < kth_largest, -math.inf)
             if temperature:
                 probs = F.softmax(logits.float() / temperature, dim=-1)  # (B, V)
-                new = torch.multinomial(probs, num_samples=1, generator=generator)  # (B, 1)
+                idx_next = torch.multinomial(probs, num_samples=1, generator=generator)  # (B, 1)
             else:
-                new = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
-            idx = torch.cat((idx, new), dim=1)  # (B, T + 1)
+                idx_next = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
+            idx = torch.cat((idx, idx_next), dim=1)  # (B, T + 1)
         return idx

@@ -129,6 +129,8 @@ def main(argv):
             recipe += f' --init_from={quoted(config.tokenizer)}'
         elif name == 'chat' and config.tokenizer not in ('auto', 'gpt2'):
             recipe = CORPORA['text'].recipe  # no model is known that has this tokenizer
+            print(f'to tune a run with this tokenizer, OUT_DIR: {command_for("train")} '
+                  f'{corpus.recipe} --init_from=OUT_DIR --dataset={quoted(dataset)}')
         print(f'next: {command_for("train")} {recipe} --dataset={quoted(dataset)}')
 
 

@@ -14,7 +14,7 @@ from helpers import SHARED, copy_project
 # file, line, what it becomes, test that fails then
 MISTAKES = {
     'attention sees the future': (
-        'model.py', 'dropout_p=dropout, is_causal=True)', 'dropout_p=dropout)',
+        'model.py', 'is_causal=mask is None and cache is None', 'is_causal=False',
         'test_model.py::test_a_token_sees_only_those_before_it'),
     'targets are not shifted': (
         'plaingpt/data/batches.py', 'sequences[:, 1:].contiguous()',
@@ -22,7 +22,7 @@ MISTAKES = {
         'data/test_batches.py::'
         'test_each_epoch_visits_each_sequence_once_on_any_number_of_processes'),
     'the loss is not divided by the micro-steps': (
-        'train.py', 'else loss / micro_steps', 'else loss',
+        'plaingpt/training/step.py', 'else loss / self.micro_steps', 'else loss',
         'training/test_equal_runs.py::test_a_run_is_the_same_however_its_steps_are_shared_out'),
     'a resumed run begins with other data': (
         'plaingpt/data/batches.py', 'self.shift += sequences - self.sequences_before(step)',
@@ -33,7 +33,7 @@ MISTAKES = {
         'plaingpt/training/checkpoint.py', "if found != chunk['sha256']", 'if not found',
         'training/test_checkpoint.py::test_every_flipped_bit_is_found_by_name'),
     'gradients are not clipped': (
-        'train.py', 'grad_clip or math.inf', 'math.inf',
+        'plaingpt/training/step.py', 'self.grad_clip or math.inf', 'math.inf',
         'test_train.py::test_each_step_has_the_learning_rate_of_the_schedule_and_a_clipped_'
         'gradient'),
     'the cosine rises': (

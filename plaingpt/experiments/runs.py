@@ -104,8 +104,7 @@ def ingredients(words):
     Raises UserError."""
     config = load_config(TrainConfig, words)
     code = [*(ROOT / name for name in ('train.py', 'model.py', 'configurator.py')),
-            *sorted(ROOT.glob('plaingpt/**/*.py')),
-            *(find_recipe(word) for word in words if not word.startswith('--'))]
+            *sorted(ROOT.glob('plaingpt/**/*.py'))]
     data = None
     if has_token_files(config.dataset):
         dataset = open_named(config.dataset, config.vocab_size)
@@ -114,6 +113,8 @@ def ingredients(words):
     weights = [path for path in (start, *sorted(start.rglob('*')))
                if path.suffix in ('.safetensors', '.pt', '.pth')]
     return {'settings': {key: value for key, value in asdict(config).items() if key not in OUTPUTS},
+            'config files': checksum([sha256_of(find_recipe(word)) for word in words
+                                      if not word.startswith('--')]),
             'code': checksum([sha256_of(path) for path in code]), 'data': data,
             'weights': [[str(path), path.stat().st_mtime] for path in weights],
             'torch': torch.__version__,

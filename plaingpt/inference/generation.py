@@ -6,12 +6,15 @@ each token is chosen with at least half of block_size in view.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from plaingpt.system.errors import UserError
+
+CHECKED_TOKENS = 2048  # of a text that a small network reads with a cache and without
 
 # Kernels of attention, the fastest first. cuDNN is torch's first choice on a Hopper, but it plans
 # anew for each length of the cache.
@@ -235,11 +238,12 @@ class LayerCache:
 @torch.inference_mode()
 def check_cache(model, T=32):
     """Raise UserError where a cache changes what model.py computes for T tokens, as in one that was
-    changed."""
+    changed. A small network of the same code is checked over a longer text."""
     config, device = model.config, model.lm_head.weight.device
     T = min(T, config.block_size)
     # no token among them opens a document
-    idx = (torch.arange(T, device=device) + config.document_start + 1)[None] % config.vocab_size
+    idx = config.document_start + 1 + torch.arange(T, device=device) % max(1, config.vocab_size - 1)
+    idx = idx[None] % config.vocab_size  # (1, T)
     whole, cache, parts = model(idx)[0], KVCache(config, T, device), []  # (1, T, V)
     cache.begin([0])
     for part in idx.tensor_split([T - 2, T - 1], dim=1):  # as a prompt, and two tokens after it
@@ -251,3 +255,18 @@ def check_cache(model, T=32):
         raise UserError(f'model.py: outputs with and without the KV cache differ (relative error '
                         f'{error:.2g}): attention or positions ignore the cache, or a layer needs '
                         'earlier tokens and does not keep them')
+    if min(config.block_size, CHECKED_TOKENS) > T:
+        check_cache(small_network(model), CHECKED_TOKENS)
+
+
+def small_network(model):
+    """A GPT of the same code and flags as `model`, in which each weight counts."""
+    c = model.config
+    small = replace(c, n_layer=min(2, c.n_layer), n_embd=16 * c.n_head, head_dim=0, n_inner=0,
+                    vocab_size=64, document_start=0 if c.document_attention else -1)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        gpt = type(model)(small).eval()
+        for p in gpt.parameters():
+            p.normal_(std=0.3)
+    return gpt

@@ -46,7 +46,7 @@ def read_rows(path, tell=warn):
     """The rows of a metrics.jsonl or film.jsonl, in order; [] where there is no file. `tell` is
     called with how many lines were skipped since they are damaged."""
     rows, skipped = [], 0
-    with suppress(FileNotFoundError), open(path, 'rb') as f:
+    with suppress(FileNotFoundError, NotADirectoryError), open(path, 'rb') as f:
         for line in f:
             if (row := parse_row(line)) and is_usable(row):
                 rows.append(row)
@@ -129,7 +129,7 @@ def read_run(out_dir, tell=warn, needed=frozenset()):
         if wrong or ('end' in run and not is_usable(run['end'])):
             raise TypeError(', '.join(wrong) or 'end')
         return run
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         pass
     except Exception as e:  # whatever it holds
         tell(f'{path} is damaged: {type(e).__name__}: {one_line(e)}')

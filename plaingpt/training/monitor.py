@@ -225,8 +225,8 @@ class Monitor:
             return [f'{ending}: stopped after iteration {iter_num}; to resume: '
                     f'{command_for("train")} {command} --init_from=resume']
         if self.began_at == iter_num:
-            return [f'this run was already finished after iteration {iter_num} ({ending}); to '
-                    'continue, raise --max_iters or --minutes, or set --patience=0']
+            return [f'this run is already finished: no step after iteration {iter_num} ({ending}); '
+                    'to continue, raise --max_iters or --minutes, or set --patience=0']
         lines = []
         if ending not in (FINISHED, TIME_UP):
             lines.append(f'stopped after iteration {iter_num}: {ending}')

@@ -3,6 +3,7 @@ end. It counts iterations, or with --minutes the time.
 """
 
 import math
+import statistics
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ class IterationClock:
 
 class MinuteClock(IterationClock):
     """A run of config.minutes, by rank 0's clock. The time before the first step does not count as
-    progress. The last evaluation gets the time that the one before it took.
+    progress. The last evaluation gets the time that those before it took.
 
     used_s: seconds used before a resume; began: when this command was started
     """
@@ -93,8 +94,13 @@ class MinuteClock(IterationClock):
         self.given_s, self.used_s = 60 * config.minutes, used_s
         self.ends_at = began + self.given_s - used_s
         self.loop_began = None
-        self.evaluation_s = 0.0  # of the last evaluation
+        self.evaluations_s = []  # what the last ones took
         self.evaluated_at = -1.0  # fraction_done then
+
+    @property
+    def evaluation_s(self):
+        """What an evaluation takes: the median of the last ones."""
+        return statistics.median(self.evaluations_s or [0.0])
 
     def left_s(self):
         return self.ends_at - time.perf_counter()
@@ -125,7 +131,7 @@ class MinuteClock(IterationClock):
         began = time.perf_counter()
         self.evaluated_at = self.fraction_done
         yield
-        self.evaluation_s = time.perf_counter() - began
+        self.evaluations_s = [*self.evaluations_s[-2:], time.perf_counter() - began]
 
 
 def make_clock(config, start):

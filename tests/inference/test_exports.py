@@ -18,7 +18,7 @@ import train
 from configurator import load_config
 from model import GPT, GPTConfig
 from plaingpt.data import tokenizers
-from plaingpt.inference.generation import generate
+from plaingpt.inference.generation import check_cache, generate
 from plaingpt.inference.gguf_export import write_gguf
 from plaingpt.inference.hf_architectures import OWN_CODE, choose_architecture
 from plaingpt.inference.hf_export import hf_tokenizer, write_hf
@@ -132,6 +132,14 @@ def test_a_network_that_its_user_changed_goes_out_as_it_is_or_not_at_all(
     folder = exported(tmp_path / 'a', ours)
     assert change in (folder / 'model.py').read_text()
     assert same_logits(ours, in_transformers(folder), tokens(256, 2, 64))
+
+
+def test_a_long_window_that_ignores_the_cache_is_told_before_a_text_is_written(
+        tmp_path, monkeypatch):
+    line, change, flags = CHANGED['a window without a cache']  # of 40 tokens
+    ours = changed_model(tmp_path, monkeypatch, line, change, block_size=64, **flags)
+    with pytest.raises(UserError, match='KV cache'):
+        check_cache(ours)
 
 
 def test_a_weight_that_an_architecture_has_not_takes_the_own_code(tmp_path):

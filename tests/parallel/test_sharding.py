@@ -20,6 +20,7 @@ from plaingpt.system.devices import rng_state
 from plaingpt.system.distributed import is_sharded, launched_world
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import optimizers
+from plaingpt.training.monitor import Monitor
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 
@@ -128,7 +129,7 @@ def test_any_number_and_kind_of_processes_reads_its_share_of_what_another_wrote(
 
 @pytest.mark.slow
 def test_blocks_are_compiled_once_for_training_and_once_for_evaluating(run, tmp_path, monkeypatch):
-    counter, finish = CompileCounterWithBackend('aot_eager'), train.finish
+    counter, finish = CompileCounterWithBackend('aot_eager'), Monitor.close
 
     def tell(*arguments):
         finish(*arguments)
@@ -137,8 +138,8 @@ def test_blocks_are_compiled_once_for_training_and_once_for_evaluating(run, tmp_
     argv = ['--activation_checkpointing=none', '--report=True']  # with looks at the whole model
     run('one', *argv, processes=1)
     monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend=counter))
-    monkeypatch.setattr(train, 'finish', tell)
-    assert '\n2 graphs' in run('two', *argv, '--compile=True')
+    monkeypatch.setattr(Monitor, 'close', tell)
+    assert '\n4 graphs' in run('two', *argv, '--compile=True')
     one, two = ([line['loss'] for line in lines(tmp_path / name, 'loss')]
                 for name in ('one', 'two'))
     assert two == pytest.approx(one, rel=2e-5)

@@ -132,6 +132,8 @@ def setup(config, start, world, device, device_why):
     model.loss_function = chunked_cross_entropy
     apply_activation_checkpointing(model, config.activation_checkpointing)
     by_block = compile and (use_fsdp or compile == 'blocks')
+    if compile:
+        devices.keep_compiled_graphs()  # for the next start
     if by_block:
         compile_blocks(model)
     if use_fsdp:

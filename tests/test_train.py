@@ -80,6 +80,13 @@ def test_eval_only_evaluates_once_and_writes_nothing(tiny, trained, tmp_path, ca
     assert files() == before
 
 
+def test_a_run_of_no_steps_promises_no_weights(tiny, tmp_path, capsys):
+    train.main([*tiny, '--max_iters=0'])
+    out = capsys.readouterr().out
+    assert 'iter 0 | ' in out and 'sample.py' not in out
+    assert not checkpoints.checkpoint_paths(tmp_path / 'out')
+
+
 def test_only_the_best_and_the_last_are_saved_when_asked(tiny, tmp_path):
     train.main([*tiny, '--always_save_checkpoint=False', '--learning_rate=0.0', '--min_lr=0.0'])
     # nothing was better than at iteration 0, so only the end is there, to go on from

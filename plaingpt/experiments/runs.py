@@ -96,7 +96,8 @@ def train_once(words, folder, tree=ROOT):
             made_of['data'] = ingredients(words)['data']
         before = {**made_of, 'ended': date.today().isoformat()}
         write_json(asked, before)
-    return summarize(folder) | {'date': before['ended'], 'code': made_of.get('code')}
+    return summarize(folder) | {'date': before['ended'], 'code': made_of.get('code'),
+                                'config files': made_of.get('config files')}
 
 
 def ingredients(words):
@@ -175,7 +176,7 @@ def train_all(variants, folder, trees=None):
             run |= {**dict.fromkeys(runs[0].keys() - run.keys()), 'problem': str(problem)}
         tqdm.write(f'{name}, seed {seed}: {number(".4f", run["final_loss"])}', file=sys.stderr)
         runs.append(run)
-    if len({run.get('code') for run in runs if not run['problem']}) > 1:
+    if len({(run.get('code'), run.get('config files')) for run in runs if not run['problem']}) > 1:
         warn('the code or a config file changed while these runs trained: give the command again')
     return runs
 

@@ -213,7 +213,8 @@ class Monitor:
                    'before, if any')
             sys.exit(1)
         if not config.eval_only:
-            print0('\n'.join(self.last_words(ending)))
+            for line in self.last_words(ending):
+                print0(line)
 
     def last_words(self, ending):
         """How the run ended, and what can be done with it → lines."""
@@ -230,8 +231,9 @@ class Monitor:
         lines = []
         if ending not in (FINISHED, TIME_UP):
             lines.append(f'stopped after iteration {iter_num}: {ending}')
-        lines.append(f'done: {self.run.config.out_dir}/checkpoints has the weights; '
-                     f'{command_for("sample")} {command}')
+        if iter_num:
+            lines.append(f'done: {self.run.config.out_dir}/checkpoints has the weights; '
+                         f'{command_for("sample")} {command}')
         if progress.evals_since_best:
             lines.append('sample.py takes the best weights, of validation loss '
                          f'{progress.best_val_loss:.4f}; --checkpoint=latest takes the last')

@@ -39,6 +39,14 @@ def test_a_run_compiles_two_graphs_one_to_train_and_one_to_evaluate(tiny, monkey
     assert counter.frame_count == 2
 
 
+@pytest.mark.parametrize('how', ['True', 'blocks'])
+def test_a_run_that_compiles_keeps_its_graphs_for_the_next_start(how, tiny, monkeypatch):
+    monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend='eager'))
+    with torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=False):
+        train.main([*tiny, f'--compile={how}', '--max_iters=1', '--check=False'])
+        assert torch._functorch.config.autograd_cache_allow_custom_autograd_functions
+
+
 def test_blocks_that_are_compiled_share_one_graph_and_train_the_same(tiny, tmp_path, monkeypatch):
     counter = CompileCounterWithBackend('eager')
     monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend=counter, fullgraph=True))

@@ -21,12 +21,13 @@ from typing import Literal
 from configurator import load_config
 from plaingpt.data import datatrove, tokenizers
 from plaingpt.data.chat_tokenizer import ChatTokenizer, plain_template
-from plaingpt.data.conversations import open_conversations
+from plaingpt.data.conversations import ConversationReader
 from plaingpt.data.corpora import CORPORA, OPTIONS, describe_corpus, table
 from plaingpt.data.dataset import dataset_folder, not_prepared
-from plaingpt.data.documents import open_source
+from plaingpt.data.documents import TextReader, open_source
 from plaingpt.data.encoding import write_tokens
 from plaingpt.data.inspection import inspect
+from plaingpt.data.separators import separators_of
 from plaingpt.data.shards import read_progress, write_dataset
 from plaingpt.data.splitting import VAL_CHARS
 from plaingpt.data.tokenizer_choice import (
@@ -57,6 +58,7 @@ class PrepareConfig:
     prompt: str = ''  # chat: the column with what the user says (default: found by its name)
     completion: str = ''  # chat: the column with what the assistant says
     encoding: str = 'utf-8'  # of all files: latin-1, cp1252, utf-16, or another
+    strict: bool = False  # no file or row may be left out (default: 1% that cannot be used)
     # how much
     max_tokens: int | str = 0  # to train on, such as 100M or 1.5B (0: all); then reading ends
     val_fraction: Literal['auto'] | float = 'auto'  # held out (auto: 0.1, up to 1M tokens)
@@ -151,7 +153,11 @@ def prepare_text(name, corpus, folder, config):
     asked = corpus.tokenizer if config.tokenizer == 'auto' else config.tokenizer
     is_of_chat = corpus.kind == 'chat'
     borrowed = None if is_name(asked) else borrow_tokenizer(asked, is_of_chat)
-    source = open_conversations(config) if is_of_chat else open_source(name, corpus, config, folder)
+    if is_of_chat:
+        reader = ConversationReader((config.prompt, config.completion) if config.prompt else ())
+    else:
+        reader = TextReader(config.text_field or corpus.text_field, separators_of(borrowed))
+    source = open_source(name, corpus, config, folder, reader)
     if source.total == 0:
         raise UserError(f'{source.name}: there is no text in it')
     if asked == 'char' and source.unit != 'B':
@@ -168,7 +174,7 @@ def prepare_text(name, corpus, folder, config):
     def write(unfinished):
         progress = read_progress(unfinished, command)
         tokenizer = tokenizers.from_json(progress['tokenizer']) if progress else \
-            borrowed or learn_tokenizer(asked, source.texts() if is_of_chat else source)
+            borrowed or learn_tokenizer(asked, source.as_plain_text() if is_of_chat else source)
         if is_of_chat and not is_chat(tokenizer):
             tokenizer = ChatTokenizer(tokenizer, plain_template(tokenizer))
         threads = len(allowed_cpus()) if config.num_proc == 'auto' else config.num_proc
@@ -196,7 +202,7 @@ def describe_command(name, config, tokenizer=None, **content):
     """Everything that decides the content of the files, which meta.json keeps as `source`.
     tokenizer: one that was borrowed, because its owner may be prepared again with another one"""
     given = {option: value for option, value in asdict(config).items() if config.is_given(option)
-             and option not in ('data_dir', 'num_proc', 'overwrite', 'if_small')}
+             and option not in ('data_dir', 'num_proc', 'overwrite', 'if_small', 'strict')}
     if tokenizer:
         content['tokenizer_sha256'] = checksum(tokenizer)
     return {'corpus': name, 'input': name, **given, **content}

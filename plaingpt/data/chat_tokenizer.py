@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from plaingpt.data.conversations import is_learned
 from plaingpt.data.foreign_tokenizer import (
     TEMPLATE_FILE,
     ForeignTokenizer,
@@ -169,7 +170,7 @@ class ChatTokenizer:
         if self.is_ours():  # what TEMPLATE writes, without rendering it, which takes as long again
             parts = [(self.arrays['<|conversation|>'], False)]
             for message in messages:
-                learned = message['role'] == 'assistant'
+                learned = is_learned(message)
                 parts += [(self.arrays[f'<|{message["role"]}|>'], False),
                           (self.encode(message['content']), learned),
                           (self.arrays['<|end|>'], learned)]
@@ -190,7 +191,7 @@ class ChatTokenizer:
                 text, done = through, len(prompt)
                 for control in self.control.finditer(through, done):
                     done = control.end()
-                parts.append((through[len(prompt):done], True))
+                parts.append((through[len(prompt):done], is_learned(message)))
         whole = self.render(messages)
         check_extends(text, whole)
         parts.append((whole[done:], False))

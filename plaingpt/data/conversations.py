@@ -1,126 +1,238 @@
-"""Files of conversations, in the forms that people have them → messages.
+"""Rows of conversations, in the forms that people have them → messages.
 
-    messages     {"messages": [{"role": "user", "content": "Hi!"}, …]}
-    sharegpt     {"conversations": [{"from": "human", "value": "Hi!"}, …]}
-    alpaca       {"instruction": "Translate.", "input": "Hallo!", "output": "Hello!"}
-    completion   {"prompt": "Hi!", "completion": "Hello."}, or another of PAIRS, or what --prompt
-                 and --completion name
+    messages   {"messages": [{"role": "user", "content": "Hi!"}, …]}, also as conversations and
+               others of LISTS, with from and value, as a bare list, and as a string of JSON
+    pairs      {"prompt": "Hi!", "completion": "Hello."}, or another of PROMPTS and COMPLETIONS, or
+               what --prompt and --completion name; each a text or a list of messages
+    alpaca     {"instruction": "Translate.", "input": "Hallo!", "output": "Hello!"}, also with
+               system and history
 
-One row, of JSON or of a table, is a conversation. A row that is not understood ends the command.
+Each row, of JSON or of a table, is a conversation.
 """
 
-import copy
 import json
+from dataclasses import dataclass, field
 
-from plaingpt.data.documents import ROWS, Files, file_type, find_files, read_rows
-from plaingpt.system.errors import UserError
+from plaingpt.data.rows import Unusable, list_columns, match_name
 
-PAIRS = (('prompt', 'completion'), ('instruction', 'output'), ('question', 'answer'),
-         ('query', 'response'), ('input', 'output'))  # what the user and what the assistant says
-ROLES = {role: role for role in ('system', 'user', 'assistant')}
-SHAREGPT_ROLES = {'human': 'user', 'gpt': 'assistant', **ROLES}
-
-
-class Conversations(Files):
-    """Conversations of files of rows as a source: each text is the messages as JSON.
-    columns: those of the user and of the assistant, or () where the fields of a row tell"""
-
-    def __init__(self, paths, name, columns=(), encoding='utf-8'):
-        for path in paths:
-            if file_type(path) == 'text':
-                raise UserError(f'{path}: conversations are read from {", ".join(ROWS)} files: '
-                                'write them as a table, or as JSON, one conversation a line')
-        super().__init__(paths, name, encoding=encoding)
-        self.columns, self.left_out, self.as_text = columns, set(), False
-
-    def texts(self):
-        """The same source as plain text of the messages, to learn a tokenizer from."""
-        found = copy.copy(self)
-        found.as_text = True
-        return found
-
-    def documents(self, file):
-        for where, row in read_rows(file, self.encoding):
-            fields = find_fields(row, where, self.columns)
-            messages = parse_row(row, fields, where)
-            if others := row.keys() - {*fields} - self.left_out:
-                print(f'{where}: left out, as no part of the conversation: '
-                      f'{", ".join(sorted(others))}')
-                self.left_out |= others
-            yield '\n'.join(message['content'] for message in messages) if self.as_text \
-                else json.dumps(messages, ensure_ascii=False), True
+LISTS = 'messages', 'conversations', 'conversation', 'dialogue', 'dialog', 'chat', 'turns'
+PROMPTS = 'prompt', 'instruction', 'question', 'query', 'input', 'user', 'human'
+COMPLETIONS = 'completion', 'output', 'answer', 'response', 'reply', 'assistant', 'gpt', 'target'
+CONTEXT = 'input', 'context'  # that an instruction is about
+SYSTEM = 'system', 'system_prompt'
+HISTORY = 'history',  # earlier turns
+ROLES = {'system': ('system', 'developer'), 'user': ('user', 'human', 'prompter'),
+         'assistant': ('assistant', 'gpt', 'model', 'bot', 'ai', 'chatbot', 'chatgpt', 'bing',
+                       'bard')}  # our name → others'
+OF_TOOLS = ('tool', 'tools', 'function', 'tool_call', 'tool_calls', 'function_call',
+            'tool_response', 'function_response', 'observation', 'ipython')  # roles and keys
+THINKING = 'reasoning_content', 'reasoning', 'thinking'
 
 
-def open_conversations(config):
-    """The source of the files that a PrepareConfig names. Raises UserError."""
-    columns = (config.prompt, config.completion) if config.prompt else ()
-    return Conversations(find_files(config.input, ROWS), config.input, columns, config.encoding)
+@dataclass(frozen=True)
+class ConversationReader:
+    """Reads the conversation in a row. named: the columns of the user and of the assistant, or ()
+    where the names of the fields tell; plain: read its text and not its messages as JSON"""
+
+    named: tuple = ()
+    plain: bool = False
+    unused: set = field(default_factory=set)  # columns of rows and keys of messages
+
+    def restart(self):
+        self.unused.clear()
+
+    def describe(self):
+        """A line that names what is in the rows and not in the conversations."""
+        if self.unused:
+            yield f'not part of the conversations: {", ".join(sorted(self.unused))}'
+
+    def may_read(self, column):
+        return True
+
+    def columns(self, row, where):
+        return list(row)
+
+    def texts(self, row, where):
+        """[the conversation]. Raises Unusable."""
+        messages = self.read_messages(row, where)
+        check_order(messages, where)
+        if not any(map(is_learned, messages)):
+            raise Unusable(where, 'no reply of the assistant to learn')
+        if self.plain:
+            return ['\n'.join(message['content'] for message in messages)]
+        return [json.dumps(messages, ensure_ascii=False)]
+
+    def read_messages(self, row, where):
+        if isinstance(row, list):
+            return parse_list(row, where, self.unused)
+        fields = self.find_fields(row, where)
+        self.unused.update(key for key, value in row.items()
+                           if key not in fields.values() and has_content(value))
+        values = {use: row[name] for use, name in fields.items() if name is not None}
+        if 'messages' in values:
+            messages = parse_list(values['messages'], where, self.unused)
+        else:
+            messages = self.read_pair(values, fields, where)
+        system = values.get('system')
+        if has_content(system) and messages[0]['role'] != 'system':
+            messages.insert(0, {'role': 'system', 'content': content_of(system, where, 'system')})
+        return messages
+
+    def read_pair(self, values, fields, where):
+        """What the user and the assistant say in fields of their own → messages."""
+        messages = []
+        if has_content(values.get('history')):
+            for turn in as_list(values['history'], where):  # [question, answer], or a message
+                turn = [turn] if isinstance(turn, dict) else turn
+                messages += parse_list(turn, where, self.unused)
+        prompt, completion = values['prompt'], values['completion']
+        if isinstance(prompt, list):
+            messages += parse_list(prompt, where, self.unused)
+        else:
+            content = content_of(prompt, where, fields['prompt'])
+            if has_content(values.get('context')):
+                content += '\n\n' + content_of(values['context'], where, fields['context'])
+            messages.append({'role': 'user', 'content': content})
+        if isinstance(completion, list):
+            replies = parse_list(completion, where, self.unused)
+            if replies[:len(messages)] == messages:  # the whole conversation
+                return replies
+            return messages + replies
+        content = content_of(completion, where, fields['completion'])
+        return [*messages, {'role': 'assistant', 'content': content}]
+
+    def find_fields(self, row, where):
+        """{'messages', or 'prompt' and 'completion' and what may come with them: the name of that
+        field in a row}. Raises Unusable."""
+        if not isinstance(row, dict):
+            raise Unusable(where, 'not a conversation', f': it is {as_json(row)}')
+
+        def first(names):
+            return next(filter(None, (match_name(name, row) for name in names)), None)
+
+        lists = [match_name(name, row) for name in LISTS]
+        lists = [name for name in lists if name and is_list(row[name])]
+        prompt, completion = first(PROMPTS), first(COMPLETIONS)
+        if self.named:
+            prompt, completion = (match_name(name, row) for name in self.named)
+        elif lists:
+            return {'messages': lists[0], 'system': first(SYSTEM)}
+        elif 'chosen' in row and 'rejected' in row:
+            raise Unusable(where, 'a preference pair, which train.py cannot learn from',
+                           ': to learn the chosen replies alone, give --prompt=prompt '
+                           '--completion=chosen')
+        if prompt is None or completion is None:
+            raise Unusable(where, 'no question and answer columns',
+                           f' among {list_columns(row)}: name them with --prompt and --completion')
+        fields = {'prompt': prompt, 'completion': completion}
+        if self.named:
+            return fields
+        if prompt.casefold() == 'instruction':
+            fields['context'] = first(CONTEXT)
+        if row.get('label') is False:
+            raise Unusable(where, 'labeled false, as a reply that is not wanted')
+        return {**fields, 'system': first(SYSTEM), 'history': first(HISTORY)}
 
 
-def find_fields(row, where, columns=()):
-    """The fields of a row that say what was said: `columns`, ('messages',), ('conversations',), or
-    those of the user, of the assistant, and perhaps one with which the user goes on. UserError."""
-    names = row.keys() if isinstance(row, dict) else ()
-    for fields in [columns] if columns else (('messages',), ('conversations',), *PAIRS):
-        if all(field in names for field in fields):
-            is_alpaca = fields[0] == 'instruction' and row.get('input') and not columns
-            return (*fields, 'input') if is_alpaca else fields
-    raise UserError(f'{where}: no conversation, it is {as_json(row)}: leave this file out, or name '
-                    'its columns with --prompt=… --completion=… (found by themselves: messages, '
-                    f'conversations, {", ".join(map(" and ".join, PAIRS))})')
+def is_list(value):
+    """Whether a field may hold messages: a list, a table of them, or JSON of a list."""
+    return value is None or isinstance(value, list | dict) or (
+        isinstance(value, str) and value.lstrip()[:1] == '[')
 
 
-def parse_row(row, fields, where):
-    """A row → messages. Raises UserError."""
-    if fields == ('messages',):
-        messages = parse_messages(row['messages'], where)
-    elif fields == ('conversations',):
-        messages = parse_messages(row['conversations'], where, 'from', 'value', SHAREGPT_ROLES)
-    else:
-        prompt, answer, *more = (content_of(row[name], f'{where}: field {name!r}')
-                                 for name in fields)
-        messages = [{'role': 'user', 'content': '\n\n'.join([prompt, *more])},
-                    {'role': 'assistant', 'content': answer}]
-    if all(message['role'] != 'assistant' for message in messages):
-        raise UserError(f'{where}: the assistant says nothing, so nothing is learned: leave this '
-                        'conversation out')
+def has_content(value):
+    return value not in (None, '', [], {}) and not (isinstance(value, str) and value.isspace())
+
+
+def is_learned(message):
+    """Whether a message counts in the loss: OpenAI's `weight` of 0 takes it out."""
+    return message['role'] == 'assistant' and message.get('weight') != 0
+
+
+def parse_messages(value, where):
+    """Messages as JSON has them → [{'role', 'content'}, …]. Raises UserError."""
+    messages = parse_list(value, where, set())
+    check_order(messages, where)
     return messages
 
 
-def parse_messages(found, where, role_key='role', content_key='content', roles=ROLES):
-    """Messages as JSON has them → [{'role', 'content'}, …]. Raises UserError.
-
-    roles: {what the file calls them: one of ROLES}
-    """
-    if not isinstance(found, list) or not found:
-        raise UserError(f'{where}: no messages: a list of them is expected')
+def parse_list(value, where, unused):
+    """The same of a part of a conversation. unused: a set that gets the keys that are not read"""
+    rows = as_list(value, where)
+    if all(isinstance(row, str) for row in rows):  # the user and the assistant in turn
+        rows = [{'role': ('user', 'assistant')[i % 2], 'content': row}
+                for i, row in enumerate(rows)]
     messages = []
-    for number, message in enumerate(found, 1):
-        here = f'{where}: message {number}'
-        said = {key: value for key, value in message.items() if value not in (None, [])} \
-            if isinstance(message, dict) else {}
-        if said.keys() != {role_key, content_key} or said[role_key] not in [*roles]:
-            raise UserError(f'{here} is {as_json(message)}: an object with {role_key} and '
-                            f'{content_key} alone is expected; as {role_key} expected one of '
-                            f'{", ".join(roles)}')
-        messages.append({'role': roles[said[role_key]],
-                         'content': content_of(said[content_key], here)})
-    said_by = [message['role'] for message in messages]
-    speaking = said_by[1:] if said_by[0] == 'system' else said_by
-    if 'system' in speaking or speaking[:1] == ['assistant']:
-        raise UserError(f'{where}: one system message may stand first, and then the user speaks: '
-                        'put these messages in order')
+    for number, row in enumerate(rows, 1):
+        messages += parse_message(row, f'{where}: message {number}', unused)
     return messages
 
 
-def content_of(value, where):
-    """The text of a message, also of OpenAI's parts, [{'type': 'text', 'text': …}]. UserError."""
+def as_list(value, where):
+    """A list, also of a string of JSON, or of a table as `datasets` has it. Raises Unusable."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as e:
+            raise Unusable(where, 'messages are not JSON', f': {e}') from None
+    if isinstance(value, dict) and all(isinstance(column, list) for column in value.values()):
+        value = [dict(zip(value, row, strict=True))
+                 for row in zip(*value.values(), strict=False)]
+    if not isinstance(value, list) or not value:
+        raise Unusable(where, 'no messages', f': expected a list of them, got {as_json(value)}')
+    return value
+
+
+def parse_message(row, where, unused):
+    """→ [message], or [] where the system says nothing. Raises Unusable."""
+    if not isinstance(row, dict):
+        raise Unusable(where, 'not a message', f': expected an object, got {as_json(row)}')
+    role_key = next((key for key in ('role', 'from') if key in row), 'role')
+    content_key = next((key for key in ('content', 'value', 'text') if key in row), 'content')
+    name, content = str(row.get(role_key)).casefold(), row.get(content_key)
+    if name in OF_TOOLS or any(has_content(row.get(key)) for key in OF_TOOLS):
+        raise Unusable(where, 'tool calls and their results, which train.py cannot learn',
+                       ': leave out these conversations, or write the calls as text')
+    role = next((role for role, names in ROLES.items() if name in names), None)
+    if role is None:
+        raise Unusable(where, 'unknown role', f' {as_json(row.get(role_key))}: expected one of '
+                       f'{", ".join(names[0] for names in ROLES.values())}, or a name that is '
+                       'common for it')
+    unused.update(key for key, value in row.items() if has_content(value)
+                  and key not in (role_key, content_key, 'weight'))
+    if role == 'system' and not has_content(content):
+        return []
+    if not has_content(content) and any(has_content(row.get(key)) for key in THINKING):
+        raise Unusable(where, 'thinking without a reply, which train.py cannot learn',
+                       ': write it as a part of the content')
+    message = {'role': role, 'content': content_of(content, where, content_key)}
+    if role == 'assistant' and row.get('weight') == 0:
+        message['weight'] = 0
+    return [message]
+
+
+def check_order(messages, where):
+    """Raises Unusable unless the user speaks first, or after one message of the system."""
+    roles = [message['role'] for message in messages]
+    speakers = roles[1:] if roles[:1] == ['system'] else roles
+    if 'system' in speakers:
+        raise Unusable(where, 'a system message that is not the first')
+    if speakers[:1] == ['assistant']:
+        raise Unusable(where, 'the assistant speaks first', ': expected the user')
+
+
+def content_of(value, where, key):
+    """The text of a message, also of OpenAI's list of parts, [{'type': 'text', 'text': …}].
+    Raises Unusable."""
     if isinstance(value, list) and all(isinstance(part, dict) and part.keys() == {'type', 'text'}
                                        and isinstance(part['text'], str) for part in value):
         value = ''.join(part['text'] for part in value)
-    if not isinstance(value, str) or not value.strip():
-        raise UserError(f'{where} is {as_json(value)}: text is expected: leave this conversation '
-                        'out, or describe it as text')
+    if value is None:
+        raise Unusable(where, f'{key} is null')
+    if not isinstance(value, str):
+        raise Unusable(where, 'not text', f': {key} is {as_json(value)}')
+    if not value.strip():
+        raise Unusable(where, 'blank text', f': {key} is {as_json(value)}')
     return value
 
 

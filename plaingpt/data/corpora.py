@@ -13,9 +13,9 @@ from plaingpt.system.formatting import short
 # The kinds of corpora, and what of prepare.py's options each takes.
 ENCODING = 'val_fraction tokenizer shard_tokens num_proc'
 OPTIONS = {
-    'text': f'{ENCODING} encoding documents text_field max_tokens',
-    'chat': f'{ENCODING} encoding prompt completion',
-    'hub': f'{ENCODING} text_field max_tokens subset split val_split',
+    'text': f'{ENCODING} encoding documents text_field max_tokens strict',
+    'chat': f'{ENCODING} encoding prompt completion strict subset split val_split',
+    'hub': f'{ENCODING} text_field max_tokens strict subset split val_split',
     'datatrove': 'val_fraction tokenizer'}  # tokens of its DocumentTokenizer
 
 
@@ -80,7 +80,7 @@ CORPORA = {
     'text': Corpus('your own files: --input=FILES_OR_FOLDERS', 'auto',
                    recipe='config/own_text.py --minutes=10'),
     'datatrove': Corpus('tokens that datatrove wrote: --input=FOLDER', kind='datatrove'),
-    'chat': Corpus('your own conversations: --input=FILES_OR_FOLDERS', kind='chat',
+    'chat': Corpus('conversations: --input=FILES_OR_FOLDERS or OWNER/NAME', kind='chat',
                    vocab_size=50_262, recipe='config/finetune_chat.py'),
     'hf': Corpus('any dataset of the hub, or a folder laid out like one: --input=OWNER/NAME',
                  kind='hub'),

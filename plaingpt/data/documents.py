@@ -6,37 +6,50 @@ A source yields its text in pieces, in an order that is always the same, one in 
     source.position()      how much of source.total is read, in source.unit
     source.total           how much there is, or None where that is unknown
     source.identity()      text that changes when the input changes
-    source.is_one_text     True where few files are one text, which is not cut into documents
+    source.is_one_text     True where few files are one text, which is not split into documents
+    source.report()        prints what the last pass left out
 """
 
-import csv
+import copy
 import glob
 import gzip
 import hashlib
 import http.client
 import io
-import json
 import os
 import re
 import urllib.request
 import zlib
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from plaingpt.system.errors import UserError, needs
-from plaingpt.system.files import write_atomically
+from plaingpt.data.rows import (
+    FORMATS,
+    Tally,
+    Unusable,
+    ending_of,
+    file_format,
+    list_columns,
+    match_name,
+    read_rows,
+)
+from plaingpt.data.separators import MARGIN, Separators
+from plaingpt.system.errors import UserError, needs, progress_bar
+from plaingpt.system.files import is_hub_name, write_atomically
 from plaingpt.system.formatting import count_of, join_halves, one_line, shown
 
-ROWS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'csv',
-        '.parquet': 'parquet'}  # ending → type; all other files are text
+TEXT_FIELDS = ('text', 'content')  # where no field is named, the first of these that a row has
 IN_FOLDERS = {  # the endings of the files that are read in a folder
     '.txt', '.md', '.rst', '.tex', '.py', '.pyi', '.c', '.h', '.cc', '.cpp', '.hpp',
     '.cu', '.rs', '.go', '.java', '.js', '.ts', '.jsx', '.tsx', '.rb', '.php', '.pl', '.lua', '.r',
     '.jl', '.hs', '.ml', '.scala', '.kt', '.swift', '.cs', '.sh', '.sql', '.css', '.xml',
     '.yaml', '.yml', '.toml', '.jsonl', '.ndjson', '.parquet'}
-TEXT_FIELDS = ('text', 'content')  # where no field is named, the first of these that a row has
+COMPRESSED = {'.zst', '.bz2', '.xz', '.zip', '.7z', '.rar', '.tar', '.tgz', '.lz4'}
+KINDS_NAMED = 8  # endings of files that a folder leaves out
 ONE_TEXT_FILES = 100  # fewer text files than this are one text
 BLOCK_CHARS = 2**20  # of a file of text to read at a time
 PIECE_CHARS = 2**18  # a longer document comes in pieces
@@ -52,80 +65,200 @@ class Piece(NamedTuple):
     split: str = ''  # 'train' or 'val' if the dataset says so
 
 
-def open_source(name, corpus, config, folder):
+def open_source(name, corpus, config, folder, reader):
     """The source of a corpus of this name and a PrepareConfig. folder: of the dataset, which keeps
-    what is downloaded. Raises UserError."""
-    text_field = config.text_field or corpus.text_field
-    if corpus.kind == 'hub':
+    what is downloaded; reader: what turns a row into documents. Raises UserError."""
+    is_chat = corpus.kind == 'chat'
+    on_hub = config.subset or config.split or config.val_split or is_hub_name(config.input)
+    if corpus.kind == 'hub' or (is_chat and (on_hub or holds_parquet_alone(config.input))):
         subset = config.subset or ('' if config.input else corpus.subset)
         splits = {'train': config.split or 'train'}
         if val := config.val_split or ('' if config.split else corpus.val_split):
             # Reading ends when max_tokens to train on are full, so they come last.
             splits = {'val': val, **splits} if config.max_tokens else {**splits, 'val': val}
-        return HubDataset(config.input or corpus.hub, subset, splits, text_field)
+        return HubDataset(config.input or corpus.hub, subset, splits, reader, config.strict)
     if config.input:
-        paths = find_files(config.input)
+        paths, named = find_files(config.input, FORMATS if is_chat else IN_FOLDERS)
     elif corpus.url:
-        paths = [download(corpus.url, corpus.sha256, folder)]
+        paths, named = [download(corpus.url, corpus.sha256, folder)], ()
+    elif callable(corpus.files):
+        paths, named = corpus.files(), ()
     else:
-        paths = corpus.files() if callable(corpus.files) else find_files(corpus.files)
-    files = Files(paths, config.input or corpus.url or name, config.documents, text_field,
-                  config.encoding)
-    if files.has_rows and config.documents != 'auto':
-        raise UserError(f'documents={config.documents}: of {files.name} each row is a document: '
-                        'leave it out, or name text files alone with --input')
-    if config.text_field and not files.has_rows:
+        paths, named = find_files(corpus.files)
+    files = Files(paths, config.input or corpus.url or name, reader, config.documents,
+                  config.encoding, config.strict, named)
+    if is_chat:
+        for path in paths:
+            if file_format(path) == 'text':
+                raise UserError(f'{shown(path)}: conversations are read from {", ".join(FORMATS)} '
+                                'files: write them as a table, or as JSON, one per line')
+    elif files.has_rows and config.documents != 'auto':
+        raise UserError(f'documents={config.documents}: each row of {files.name} is a document: '
+                        'leave it out, or name only text files')
+    elif config.text_field and not files.has_rows:
         raise UserError(f'text_field={config.text_field}: {files.name} is text and has no fields: '
                         'leave it out')
     return files
 
 
-class Files:
-    """Documents of files of text and of rows. A few text files are one running text: a line break
-    is put between two where the first does not end with one."""
+def holds_parquet_alone(name):
+    """Whether it is a folder as the hub lays out a dataset: all rows in Parquet."""
+    if not os.path.isdir(name):
+        return False
+    endings = {ending_of(path) for path in Path(name).rglob('*')} & FORMATS.keys()
+    return endings == {'.parquet'}
+
+
+class Source:
+    """What sources have in common: rows, of which a few may be unusable."""
+
+    is_one_text = False
+
+    def __init__(self, name, reader, strict):
+        """reader: its texts(row, where) are the documents in a row; strict: each row or file that
+        cannot be used is an error"""
+        self.name, self.reader, self.rows = shown(name[:100]), reader, Tally('row', strict)
+
+    def as_plain_text(self):
+        """The same source, whose conversations are the text in them, to learn a tokenizer from."""
+        plain = copy.copy(self)
+        plain.reader = replace(self.reader, plain=True)
+        return plain
+
+    def read_row(self, where, row):
+        """The documents in a row; none if it cannot be used, which is counted."""
+        self.rows.seen += 1
+        try:
+            if isinstance(row, Unusable):
+                raise row
+            return self.reader.texts(row, where)
+        except Unusable as problem:
+            self.rows.leave_out(problem, self.estimate_rows())
+            return ()
+
+    def report(self):
+        """Print what the last pass left out. Raises UserError where that is too much."""
+        self.rows.check(self.rows.seen)
+        for line in (*self.rows.describe(), *self.reader.describe()):
+            print(line)
+
+
+class Files(Source):
+    """Documents of files of text and of rows. A few text files are one running text, unless they
+    contain end-of-text tokens: a line break is put between two where the first does not end with
+    one. named: those of the paths that were named by themselves, and are never left out"""
 
     unit = 'B'
 
-    def __init__(self, paths, name, documents='auto', text_field='', encoding='utf-8'):
-        self.paths, self.name = paths, shown(name[:100])
-        self.form, self.text_field, self.encoding = documents, text_field, encoding
+    def __init__(self, paths, name, reader, documents='auto', encoding='utf-8', strict=False,
+                 named=()):
+        super().__init__(name, reader, strict)
+        self.paths, self.form, self.encoding, self.named = paths, documents, encoding, named
+        self.files, self.problems = Tally('file', strict), {}
         self.sizes = [path.stat().st_size for path in paths]
         self.total = sum(self.sizes)
         # A few large files are cut, so that each split gets its share. Most of many stay whole.
         self.piece_chars = min(max(self.total // 100, SMALL_PIECE_CHARS), PIECE_CHARS)
-        self.has_rows = any(file_type(path) != 'text' for path in paths)
-        self.is_one_text = \
-            documents == 'auto' and len(paths) < ONE_TEXT_FILES and not self.has_rows
+        self.has_rows = any(file_format(path) != 'text' for path in paths)
+        self._done = 0
+
+    @property
+    def is_one_text(self):
+        return self.file_chars is not None
+
+    @cached_property
+    def file_chars(self):
+        """The number of characters of each file of one running text, blank files left out; None
+        where a file is a document, or holds several."""
+        if self.form != 'auto' or self.has_rows or len(self.paths) >= ONE_TEXT_FILES:
+            return None
+        counts = []
+        with progress_bar('counting characters', self.total, self.unit) as bar:
+            for text, new_file in self.read_files():
+                if self.reader.separators.count:
+                    return None
+                if new_file:
+                    counts.append(0)
+                counts[-1] += len(text)
+                bar.update(self.position() - bar.n)
+        return counts
 
     def pieces(self):
-        self._done = 0
         line_open = False  # the file before ends within a line
-        for path, size in zip(self.paths, self.sizes, strict=True):
-            with open(path, 'rb') as self._file:
-                for text, new_document in self.documents(self._file):
-                    if self.is_one_text:
-                        # A piece of its own: a tokenizer's sample hashes the text of the pieces,
-                        # and would else depend on the order of the files.
-                        if line_open and new_document:
-                            yield Piece('\n', False)
-                        line_open = not text.endswith(('\n', '\r'))
-                    yield Piece(text, new_document)
-            self._done += size
+        for text, new_document in self.read_files():
+            if self.is_one_text:
+                # A piece of its own: a tokenizer's sample hashes the text of the pieces, and would
+                # else depend on the order of the files.
+                if line_open and new_document:
+                    yield Piece('\n', False)
+                line_open = not text.endswith(('\n', '\r'))
+            yield Piece(text, new_document)
 
-    def documents(self, file):
-        """Yield (text, whether it begins a document) of an open file."""
-        if file_type(Path(file.name)) == 'text':
-            with open_text(file, self.encoding) as text:
+    def read_files(self):
+        """Yield (text, whether it begins a document) of all files that can be used."""
+        self._done = 0
+        self.reader.restart()
+        self.rows.restart()
+        self.files.restart()
+        self.files.seen = len(self.paths)
+        for path, size in zip(self.paths, self.sizes, strict=True):
+            try:
+                yield from self.read_file(path, size)
+            except Unusable as problem:
+                if path in self.named or len(self.paths) == 1:
+                    raise UserError(f'{problem}{self.encoding_advice(problem)}') from None
+                self.files.leave_out(problem)
+                self.files.check(len(self.paths), self.encoding_advice)
+            self._done += size
+        self.rows.check(self.rows.seen, self.encoding_advice)
+
+    def read_file(self, path, size):
+        """Yield the same of one file. Raises Unusable."""
+        if ending_of(path) in COMPRESSED:
+            raise Unusable(shown(path), 'compressed', ': unpack it first')
+        try:
+            self._file = open(path, 'rb')
+        except OSError as e:
+            raise Unusable(shown(path), 'cannot be read', f' ({e.strerror})') from None
+        with self._file:
+            if file_format(path) != 'text':
+                for where, row in read_rows(self._file, open_text, self.encoding,
+                                            self.reader.may_read):
+                    for text in self.read_row(where, row):
+                        yield text, True
+                return
+            if path not in self.named and (size > BLOCK_CHARS or self.form == 'line'):
+                self.read_to_end(path)
+            with open_text(self._file, self.encoding) as text:
                 if self.form == 'line':
-                    yield from ((line.rstrip('\r\n'), True) for line in text if line.strip())
+                    yield from lines_of(text, self.reader.separators)
                 else:
-                    yield from whole_file(text, self.piece_chars)
-            return
-        columns = [self.text_field] if self.text_field else TEXT_FIELDS
-        for where, row in read_rows(file, self.encoding, columns):
-            text = text_of(row, self.text_field, where)
-            if text.strip():
-                yield join_halves(text)[0], True  # JSON can hold half a character
+                    yield from documents_of(text, self.reader.separators, self.piece_chars)
+
+    def read_to_end(self, path):
+        """See that a file can be read to its end before any of it is used. Raises Unusable."""
+        if path not in self.problems:
+            self.problems[path] = None
+            try:
+                with open(path, 'rb') as file, open_text(file, self.encoding) as text:
+                    while text.read(BLOCK_CHARS):
+                        pass
+            except Unusable as problem:
+                self.problems[path] = problem
+        if self.problems[path]:
+            raise self.problems[path]
+
+    def encoding_advice(self, problem):
+        """What else to do about text in another encoding, unless it would break the other files."""
+        if not problem.reason.startswith('not UTF-8') or any(map(holds_utf8, self.paths[:100])):
+            return ''
+        return ', or name its encoding, such as --encoding=latin-1 or utf-16'
+
+    def estimate_rows(self):
+        """About how many rows there are in all, by what is read; 0 if unknown."""
+        is_parquet = file_format(Path(self._file.name)) == 'parquet'  # is not read in order
+        done = self._done if is_parquet else self.position()
+        return int(self.rows.seen * self.total / done) if done else 0
 
     def position(self):
         return self._done + (0 if self._file.closed else self._file.tell())
@@ -136,54 +269,68 @@ class Files:
             digest.update(os.fsencode(path) + f'\0{size}\0{path.stat().st_mtime_ns}\n'.encode())
         return digest.hexdigest()
 
+    def report(self):
+        for line in self.files.describe():
+            print(line)
+        super().report()
+
 
 # -----------------------------------------------------------------------------
 # which files --input names
 
 
 def find_files(wanted, suffixes=IN_FOLDERS):
-    """'a.txt,~/notes/,logs/*.gz' → sorted paths, each once. A line says what is read of folders and
-    globs. Raises UserError. suffixes: of what is read in a folder"""
-    found = set()
-    parts = [wanted] if os.path.lexists(wanted) else map(str.strip, wanted.split(','))
-    names = [os.path.expanduser(part) for part in parts if part]
+    """'a.txt,~/notes/,logs/*.gz' → (sorted paths, each once; those of them that are named by
+    themselves). A line says what is read of folders and globs, and another what is not. Raises
+    UserError. suffixes: of what is read in a folder"""
+    paths, named, left_out = set(), set(), set()
+    words = [wanted] if os.path.lexists(wanted) else map(str.strip, wanted.split(','))
+    names = [os.path.expanduser(word) for word in words if word]
     for name in names:
         matches = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
         if not matches:
             raise UserError(f'{shown(name)}: no such file or folder')
         for path in map(Path, matches):
-            if not path.is_file() and not path.is_dir():
-                raise UserError(f'{shown(path)} is no file: text is read more than once, so write '
-                                'it to a file, and name that with --input')
-            found |= set(search(path, suffixes)) if path.is_dir() else {path}
-    paths = sorted(found)
+            if path.is_dir():
+                for inside in search(path):
+                    (paths if ending_of(inside) in suffixes else left_out).add(inside)
+            elif path.is_file():
+                paths.add(path)
+            else:
+                raise UserError(f'{shown(path)} is not a file: text is read more than once, so '
+                                'write it to a file, and name that with --input')
+        if os.path.isfile(name):
+            named.add(Path(name))
+    left_out -= paths
+    if len(named) < len(paths) or left_out:
+        if paths:
+            print(f'reading {count_of(len(paths), "file")}: {count_endings(paths)}')
+        if left_out:
+            packed = any(ending_of(path) in COMPRESSED for path in left_out)
+            print(f'not read: {count_endings(left_out)} (to read some of them, name them, or use a '
+                  'glob such as notes/*.csv' + ('; unpack compressed files first)' if packed else
+                                                ')'))
     if not paths:
         raise UserError(f'{shown(wanted)}: no text files there: name the files that hold the '
                         'text, each or with a glob such as notes/*.org')
-    if any(not os.path.isfile(name) for name in names):
-        endings = Counter(ending_of(path) or 'without an ending' for path in paths)
-        kinds = ', '.join(f'{n:,} {shown(ending)}' for ending, n in endings.most_common())
-        print(f'reading {count_of(len(paths), "file")}: {kinds}')
-    return paths
+    return sorted(paths), named
 
 
-def search(root, suffixes):
-    """The files with these endings in a folder and those below it; nothing that is hidden."""
-    for at, folders, files in os.walk(root):
+def count_endings(paths):
+    """'20 .md, 3 .txt', the most common ones first."""
+    endings = Counter(ending_of(path) or 'without an ending' for path in sorted(paths))
+    kinds = [f'{n:,} {shown(ending)}' for ending, n in endings.most_common(KINDS_NAMED)]
+    others = len(paths) - sum(n for _, n in endings.most_common(KINDS_NAMED))
+    return ', '.join(kinds + [f'{others:,} others'] * (others > 0))
+
+
+def search(root):
+    """The files in a folder and those below it; nothing that is hidden."""
+    for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith('.')]
-        for path in (Path(at, name) for name in files if not name.startswith('.')):
-            if ending_of(path) in suffixes and path.is_file():
+        for path in (Path(folder, name) for name in files if not name.startswith('.')):
+            if path.is_file():
                 yield path
-
-
-def ending_of(path):
-    """The ending without that of the compression, in small letters: '.txt' of a.TXT.gz."""
-    return Path(path.name.lower().removesuffix('.gz')).suffix
-
-
-def file_type(path):
-    """'text', 'jsonl', 'json', 'csv' or 'parquet', by the name."""
-    return ROWS.get(ending_of(path), 'text')
 
 
 def download(url, sha256, folder):
@@ -209,19 +356,26 @@ def download(url, sha256, folder):
 
 
 @contextmanager
-def open_text(file, encoding='utf-8'):
-    """A context: an open file of bytes → its text, unpacked if it is a .gz. Only \\n ends a line,
-    and line endings are not changed. Raises UserError, also where reading fails later."""
+def open_text(file, encoding='utf-8', errors='strict'):
+    r"""A context: an open file of bytes → its text, unpacked if it is a .gz. Only \n ends a line,
+    and line endings are not changed. Raises Unusable, also where reading fails later."""
     with_mark = 'utf-8-sig' if encoding == 'utf-8' else encoding  # of the byte order
     try:
         with gzip.open(file) if file.name.lower().endswith('.gz') else file as data:
-            yield io.TextIOWrapper(data, with_mark, newline='\n')
+            yield io.TextIOWrapper(data, with_mark, errors, newline='\n')
     except UnicodeError as e:
-        raise UserError(f'{shown(file.name)}: not {encoding.upper()} ({e}): save it as UTF-8 text, '
-                        'or tell prepare.py what it is, such as --encoding=utf-16 or latin-1, or '
-                        'name other files') from None
+        raise Unusable(shown(file.name), f'not {encoding.upper()}',
+                       f' ({e}): save it as UTF-8') from None
     except (OSError, EOFError, zlib.error) as e:
-        raise UserError(f'{shown(file.name)}: cannot be read ({one_line(e)})') from None
+        raise Unusable(shown(file.name), 'cannot be read', f' ({one_line(e)})') from None
+
+
+def holds_utf8(path):
+    """Whether a file begins with text that is UTF-8 and more than ASCII."""
+    with suppress(OSError), open(path, 'rb') as file:
+        text = file.read(BLOCK_CHARS).decode('utf-8', 'surrogateescape')
+        return re.search('[^\0-\x7f\udc80-\udcff]', text) is not None
+    return False
 
 
 def read_text(path):
@@ -242,119 +396,115 @@ def place_to_cut(text, start, characters):
     return cut.end() if cut else start + characters
 
 
-def whole_file(text, piece_chars=PIECE_CHARS):
-    """A file is one document, and a blank file is none. Long files are cut where GPT-2's pattern
-    also cuts, at white space that follows something else. So the tokens are those of the uncut
-    file."""
-    rest, is_new = '', True
-    while block := text.read(BLOCK_CHARS):
-        rest, start = rest + block, 0
-        if is_new and rest.isspace():  # perhaps that is all there is
+def cut(text, piece_chars, margin=0):
+    """A text → (pieces of it, what remains: at most piece_chars + margin characters). Each piece
+    ends at white space that follows something else, where GPT-2's pattern ends a word, too. So its
+    tokens are those of the uncut text."""
+    pieces, start = [], 0
+    while len(text) - start > piece_chars + margin:
+        end = place_to_cut(text, start, piece_chars)
+        pieces.append(text[start:end])
+        start = end
+    return pieces, text[start:]
+
+
+def documents_of(text, separators, piece_chars=PIECE_CHARS):
+    """Yield (text, whether it begins a document) of an open text: one document, or several that
+    end-of-text tokens separate. A blank one is none, and a long one comes in pieces."""
+    remainder, is_new = '', True
+    while True:
+        block = text.read(BLOCK_CHARS)
+        *ended, remainder = separators.split(remainder + block, is_last=not block)
+        for document in ended if block else [*ended, remainder]:
+            if not (is_new and document.isspace()):
+                pieces, last = cut(document, piece_chars)
+                for piece in filter(None, [*pieces, last]):
+                    yield piece, is_new
+                    is_new = False
+            is_new = True
+        if not block:
+            return
+        if is_new and remainder.isspace():  # perhaps that is all there is
             continue
-        while len(rest) - start > piece_chars:
-            end = place_to_cut(rest, start, piece_chars)
-            yield rest[start:end], is_new
-            start, is_new = end, False
-        rest = rest[start:]
-    if rest.strip() or (rest and not is_new):
-        yield rest, is_new
+        pieces, remainder = cut(remainder, piece_chars, MARGIN)
+        for piece in pieces:
+            yield piece, is_new
+            is_new = False
+
+
+def lines_of(text, separators):
+    """The same where each line is a document."""
+    for line in text:
+        if line.strip() and not separators.is_alone(line):
+            yield line.rstrip('\r\n'), True
 
 
 # -----------------------------------------------------------------------------
 # rows
 
 
-def read_rows(file, encoding='utf-8', columns=()):
-    """Yield ('FILE, line N' or 'FILE, row N', row) of an open file of rows. A row is a JSON value
-    or a dict of columns. columns: those that are read of Parquet, if there. Raises UserError."""
-    kind, name = file_type(Path(file.name)), shown(file.name)
-    if kind == 'parquet':
-        yield from parquet_rows(file, name, columns)
-        return
-    with open_text(file, encoding) as text:
-        if kind == 'csv':
-            yield from csv_rows(text, name, '\t' if '.tsv' in file.name.lower() else ',')
-        elif kind == 'json' and text.buffer.peek(1).lstrip()[:1] == b'[':  # one array, or lines
-            for number, row in enumerate(json_value(text.read(), name), 1):
-                yield f'{name}, row {number}', row
-        else:
-            yield from json_lines(text, name)
+@dataclass(frozen=True)
+class TextReader:
+    """Reads the documents in a field of a row. text_field: its name, or '' for the first of
+    TEXT_FIELDS that is there"""
 
+    text_field: str = ''
+    separators: Separators = field(default_factory=Separators)
 
-def json_lines(lines, name):
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            where = f'{name}, line {number}'
-            yield where, json_value(line, where)
+    def restart(self):
+        self.separators.restart()
 
+    def describe(self):
+        return self.separators.describe()
 
-def json_value(text, where):
-    try:
-        return json.loads(text)
-    except ValueError as e:
-        raise UserError(f'{where}: not JSON: {e}') from None
+    def names(self):
+        return [self.text_field] if self.text_field else TEXT_FIELDS
 
+    def may_read(self, column):
+        """Whether it may be the column of a table that is read."""
+        return any(match_name(name, [column]) for name in self.names())
 
-def csv_rows(text, name, delimiter):
-    csv.field_size_limit(2**31 - 1)
-    table = csv.DictReader(text, delimiter=delimiter, strict=True)
-    try:
-        for row in table:
-            where = f'{name}, line {table.reader.line_num}'  # DictReader's stays behind
-            if None in row or None in row.values():
-                raise UserError(f'{where}: it has not the {len(table.fieldnames)} columns that the '
-                                'first line names: quote text that has separators in it')
-            yield where, row
-    except csv.Error as e:
-        raise UserError(f'{name}, line {table.reader.line_num}: {e}') from None
+    def columns(self, row, where):
+        """Those that are read of a table with this row. Raises Unusable."""
+        return [self.find_field(row, where)]
 
+    def find_field(self, row, where):
+        """Its name in a row. Raises Unusable where there is none."""
+        names = row if isinstance(row, dict) else ()
+        for name in self.names():
+            if match := match_name(name, names):
+                return match
+        raise Unusable(where, f'no field {self.names()[0]!r}', f', it has {list_columns(row)}: '
+                       'choose with --text_field=…')
 
-def parquet_rows(file, name, columns):
-    with needs('pyarrow', 'a .parquet file'):
-        import pyarrow.parquet
-    number = 0
-    try:
-        table = pyarrow.parquet.ParquetFile(file)
-        columns = [column for column in table.schema_arrow.names if column in columns] or None
-        for batch in table.iter_batches(256, columns=columns):
-            for row in batch.to_pylist():
-                number += 1
-                yield f'{name}, row {number}', row
-    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as e:
-        raise UserError(f'{name}: cannot be read ({one_line(e)})') from None
-
-
-def find_field(names):
-    """The first of TEXT_FIELDS that a row has."""
-    return next((usual for usual in TEXT_FIELDS if usual in names), TEXT_FIELDS[0])
-
-
-def text_of(row, field, where):
-    """The text in a field of a row, '' where it is null. Raises UserError."""
-    names = row if isinstance(row, dict) else ()
-    field = field or find_field(names)
-    if field not in names:
-        found = ', '.join(map(repr, names))[:200] or 'no fields'
-        raise UserError(f'{where}: no field {field!r}, it has {found}: choose with --text_field=…')
-    if not isinstance(row[field], str | None):
-        raise UserError(f'{where}: field {field!r} is {type(row[field]).__name__} and not text: '
-                        'choose another with --text_field=…')
-    return row[field] or ''
+    def texts(self, row, where):
+        """The documents in a row, none where its text is blank. Raises Unusable."""
+        if not isinstance(row, str):  # or one of a list of texts
+            name = self.find_field(row, where)
+            row = row[name]
+            if row is None:
+                raise Unusable(where, f'field {name!r} is null')
+            if not isinstance(row, str):
+                raise Unusable(where, f'field {name!r} is {type(row).__name__} and not text',
+                               ': choose another with --text_field=…')
+        text, _ = join_halves(row)  # JSON can hold half a character
+        return [document for document in self.separators.split(text) if document.strip()]
 
 
 # -----------------------------------------------------------------------------
 # the hub
 
 
-class HubDataset:
+class HubDataset(Source):
     """Rows of a dataset of the hub, or of a folder laid out like one, as a source. The library
     `datasets` streams them: nothing of them is kept on disk or in memory."""
 
-    unit, is_one_text = ' documents', False
+    unit = ' documents'
 
-    def __init__(self, path, subset, splits, text_field=''):
+    def __init__(self, path, subset, splits, reader, strict=False):
         """path: may end with @REVISION; splits: our name of a split → theirs"""
-        self.name, self.splits, self.text_field = path, splits, text_field
+        super().__init__(path, reader, strict)
+        self.splits = splits
         with needs('datasets', path):
             import datasets
             from huggingface_hub.utils import logging as hub_logging
@@ -367,26 +517,32 @@ class HubDataset:
                 path = os.path.abspath(path)  # `datasets` does not take '.' for a folder
             self.builder = datasets.load_dataset_builder(path, subset or None,
                                                          revision=revision or None)
-            self.rows = {split: self.builder.as_streaming_dataset(hub_split)
-                         for split, hub_split in splits.items()}
-            for split, rows in self.rows.items():
+            self.streams = {split: self.builder.as_streaming_dataset(hub_split)
+                            for split, hub_split in splits.items()}
+            for split, rows in self.streams.items():
                 for row in rows.take(1):
-                    text_of(row, text_field, f'{self.name}, split {splits[split]}')
-                    self.rows[split] = rows.select_columns([text_field or find_field(row)])
+                    columns = self.reader.columns(row, f'{self.name}, split {splits[split]}')
+                    self.streams[split] = rows.select_columns(columns)
         known = self.builder.info.splits or {}
         counts = [known[split].num_examples for split in splits.values() if split in known]
         self.total = sum(counts) if len(counts) == len(splits) else None
 
     def pieces(self):
         self._position = 0
+        self.reader.restart()
+        self.rows.restart()
         with explain_hub_errors(self.name):
-            for split, rows in self.rows.items():
+            for split, rows in self.streams.items():
                 own = '' if split == 'train' and 'val' not in self.splits else split
-                for row in rows:
+                for number, row in enumerate(rows, 1):
                     self._position += 1
-                    text = text_of(row, self.text_field, self.name)
-                    if text.strip():
+                    where = f'{self.name}, split {self.splits[split]}, row {number}'
+                    for text in self.read_row(where, row):
                         yield Piece(text, True, own)
+        self.rows.check(self.rows.seen)
+
+    def estimate_rows(self):
+        return self.total or 0
 
     def position(self):
         return self._position

@@ -73,6 +73,7 @@ def write_tokens(source, tokenizer, folder, command, progress, held_out, *, shar
     tokens = sum(writer.tokens for writer in writers.values()) - done
     seconds = time.monotonic() - started
     print(f'{count_of(tokens, "token")} in {seconds:.1f} s, {short(tokens / seconds)} a second')
+    source.report()
     if train.tokens < max_tokens:
         print(f'{source.name} has {train.tokens:,} tokens to train on, fewer than {max_tokens=}')
     splits = {split: writer.finish() for split, writer in writers.items()}

@@ -4,8 +4,6 @@ import hashlib
 import math
 from itertools import chain
 
-from plaingpt.data.tokenizer_choice import count_characters
-
 VAL_CHARS = 4_000_000  # about a million tokens: enough for a loss, however large the corpus is
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: its multiples spread evenly over the circle
 
@@ -18,8 +16,8 @@ def put_in_splits(source, held_out, ends_with_line):
     """
     pieces, (share, most) = source.pieces(), held_out
     if source.is_one_text:
-        characters = count_characters(source)
-        return split_by_place(pieces, int(characters * (1 - min(share, most / max(1, characters)))))
+        share = min(share, most / max(1, sum(source.file_chars)))
+        return split_by_place(pieces, [int(n * (1 - share)) for n in source.file_chars])
     pieces = split_by_hash(pieces, share, most)
     return end_with_line_breaks(pieces) if ends_with_line else pieces
 
@@ -48,16 +46,27 @@ def split_by_hash(pieces, share, most=math.inf):
         yield split, text, new_document or split != before
 
 
-def split_by_place(pieces, end):
-    """Pieces of one text → (split, text, new_document): validation text begins at character `end`.
+def split_by_place(pieces, ends):
+    """Pieces of the files of one text → (split, text, new_document). The end of each file is for
+    validation, so that both splits have text of each kind.
+
+    ends: of each file, the character where its validation text begins
     """
-    seen = 0
-    for text, *_ in pieces:
-        cut = max(end - seen, 0)
-        if text[:cut]:
-            yield 'train', text[:cut], seen == 0
-        if text[cut:]:
-            yield 'val', text[cut:], seen <= end
+    ends, begun = iter(ends), set()
+    train_end = '\n'  # of the training text
+    for text, new_file, _ in pieces:
+        if new_file:
+            end, seen = next(ends), 0
+        here = max(end - seen, 0)
+        for split, part in ('train', text[:here]), ('val', text[here:]):
+            if not part:
+                continue
+            if split == 'train':
+                if new_file and not train_end.endswith('\n'):
+                    part = '\n' + part
+                train_end = part[-1]
+            yield split, part, split not in begun
+            begun.add(split)
         seen += len(text)
 
 

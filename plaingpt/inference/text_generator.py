@@ -50,18 +50,14 @@ def list_stops(stop):
 
 
 def parse_history(messages):
-    """As parse_messages, for what clients of OpenAI's API send: a role may be `developer`, which is
-    system's newer name, a message may have a `name`, and what is not the user's may be empty."""
+    """As parse_messages, for what clients of OpenAI's API send: an answer may be empty."""
     from plaingpt.data.chat_tokenizer import MARK
-    from plaingpt.data.conversations import ROLES, parse_messages
-    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-        return parse_messages(messages, 'messages')  # which says what is wrong
-    messages = [{**each, 'name': None} for each in messages
-                if not is_blank(each, 'system', 'developer')]
-    for each in messages:
-        if is_blank(each, 'assistant'):
-            each['content'] = MARK  # parse_messages refuses a blank text; no tokenizer reads MARK
-    return parse_messages(messages, 'messages', roles={**ROLES, 'developer': 'system'})
+    from plaingpt.data.conversations import parse_messages
+    if isinstance(messages, list) and all(isinstance(each, dict) for each in messages):
+        # parse_messages refuses a blank text; no tokenizer reads MARK
+        messages = [{**each, 'content': MARK} if is_blank(each, 'assistant') else each
+                    for each in messages]
+    return parse_messages(messages, 'messages')
 
 
 def is_blank(message, *roles):

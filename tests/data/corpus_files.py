@@ -15,6 +15,13 @@ def write_rows(path, texts, field='text'):
     path.write_text(''.join(json.dumps({field: text}) + '\n' for text in texts))
 
 
+def write_files(folder, *texts):
+    folder.mkdir()
+    for i, text in enumerate(texts):
+        (folder / f'{i}.txt').write_bytes(text.encode())
+    return folder
+
+
 def write_parquet(path, texts, field='text', columns=None, **options):
     """columns: {name: values} of more beside the text"""
     path.parent.mkdir(parents=True, exist_ok=True)

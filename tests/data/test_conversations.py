@@ -6,9 +6,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from plaingpt.data import conversations
 from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ChatTokenizer
-from plaingpt.data.conversations import Conversations
+from plaingpt.data.conversations import COMPLETIONS, LISTS, PROMPTS, ConversationReader
+from plaingpt.data.documents import Files
 from plaingpt.data.tokenizers import ByteTokenizer
 from plaingpt.system.errors import UserError
 
@@ -16,9 +16,11 @@ BYTES = ChatTokenizer(ByteTokenizer())
 SPECIAL = dict(zip(range(257, 262), SPECIAL_TOKENS, strict=True))
 
 
-def read(path, columns=()):
-    return [json.loads(piece.text)
-            for piece in Conversations([path], str(path), columns).pieces()]
+def read(path, named=(), strict=True):
+    source = Files([path], str(path), ConversationReader(named), strict=strict)
+    messages = [json.loads(piece.text) for piece in source.pieces()]
+    source.report()
+    return messages
 
 
 def written(path, *rows):
@@ -27,11 +29,23 @@ def written(path, *rows):
 
 
 def refusal(path):
-    """The one line that says why a file is not read."""
-    with pytest.raises(UserError) as found:
+    """The one line that says why a row cannot be used."""
+    with pytest.raises(UserError) as refused:
         read(path)
-    assert '\n' not in str(found.value)
-    return str(found.value)
+    assert '\n' not in str(refused.value)
+    return str(refused.value)
+
+
+def user(content='hi'):
+    return {'role': 'user', 'content': content}
+
+
+def assistant(content='yo', **others):
+    return {'role': 'assistant', 'content': content, **others}
+
+
+def said(*messages, key='messages'):
+    return {key: list(messages)}
 
 
 def marked(messages):
@@ -76,79 +90,123 @@ def test_each_form_is_known_and_its_answers_are_the_loss(tmp_path):
         assert marked(messages) == (tokens, loss_mask), row
 
 
-PAIRS = [['What is 1 + 1?', '2'], ['Say "hi",\nplease', '"Hi", he said'], ['a\tb', 'ü']]
+SYSTEM, HI, YO = {'role': 'system', 'content': 'be'}, user(), assistant()
+PLAIN, WITH_SYSTEM = [HI, YO], [SYSTEM, HI, YO]
+# rows as people have them → the conversation in them
+AS_FOUND = [
+    *((said(HI, YO, key=key), PLAIN) for key in (*LISTS, 'Messages')),
+    *(({prompt: 'hi', completion: 'yo'}, PLAIN) for prompt in PROMPTS for completion in COMPLETIONS
+      if (prompt, completion) != ('instruction', 'input')),
+    ({'Question': 'hi', ' ANSWER': 'yo', 'id': 7}, PLAIN),
+    ([HI, YO], PLAIN), (['hi', 'yo'], PLAIN), ({'messages': ['hi', 'yo']}, PLAIN),
+    ({'messages': json.dumps([HI, YO])}, PLAIN),
+    ({'messages': {'role': ['user', 'assistant'], 'content': ['hi', 'yo']}}, PLAIN),
+    (said({'from': 'human', 'value': 'hi'}, {'from': 'gpt', 'value': 'yo'}), PLAIN),
+    (said({'role': 'Human', 'content': 'hi'}, {'role': 'bot', 'content': 'yo'}), PLAIN),
+    (said({'role': 'developer', 'content': 'be'}, HI, {'role': 'model', 'content': 'yo'}),
+     WITH_SYSTEM),
+    (said({'role': 'system', 'content': ' '}, HI, YO), PLAIN),
+    (said({**HI, 'name': 'Ann'}, {**YO, 'weight': 1, 'reasoning_content': 'why', 'tool_calls': []}),
+     PLAIN),
+    (said(HI, {**YO, 'reasoning_content': None, 'tool_calls': None, 'function_call': {}}), PLAIN),
+    ({'system': 'be', 'conversations': [HI, YO]}, WITH_SYSTEM),
+    ({'prompt': [SYSTEM, HI], 'completion': [YO]}, WITH_SYSTEM),
+    ({'prompt': [HI], 'completion': 'yo'}, PLAIN), ({'prompt': 'hi', 'completion': [YO]}, PLAIN),
+    ({'prompt': [HI], 'completion': [HI, YO]}, PLAIN),
+    ({'instruction': 'hi', 'input': '', 'output': 'yo', 'system': 'be', 'history': []},
+     WITH_SYSTEM),
+    ({'instruction': 'so', 'input': 'x', 'output': 'no', 'history': [['hi', 'yo']]},
+     [*PLAIN, user('so\n\nx'), assistant('no')]),
+    ({'instruction': 'so', 'context': 'x', 'response': 'no'}, [user('so\n\nx'), assistant('no')]),
+    ({'system_prompt': 'be', 'question': 'hi', 'response': 'yo'}, WITH_SYSTEM),
+]
 
 
-@pytest.mark.parametrize('names', conversations.PAIRS)
-def test_questions_and_answers_are_rows_of_a_table_whose_columns_have_usual_names(names, tmp_path):
-    columns = dict(zip(names, zip(*PAIRS, strict=True), strict=True))
-    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / 'a.parquet')
-    found = read(tmp_path / 'a.parquet')
-    assert [[message['content'] for message in messages] for messages in found] == PAIRS
+def test_conversations_are_read_as_others_write_them(tmp_path):
+    for row, conversation in AS_FOUND:
+        assert read(written(tmp_path / 'a.jsonl', row)) == [conversation], row
 
 
-def test_columns_can_be_named(tmp_path):
+def test_a_json_array_of_conversations_that_are_lists_is_read(tmp_path):
+    (tmp_path / 'a.json').write_text(json.dumps([[HI, YO], [HI, YO]], indent=1))
+    assert read(tmp_path / 'a.json') == [PLAIN, PLAIN]
+
+
+def test_a_table_of_messages_is_read_from_parquet(tmp_path):
+    rows = [[{**HI, 'tool_calls': None}, {**YO, 'tool_calls': None}]]
+    table = pyarrow.table({'messages': rows, 'id': [1]})
+    pyarrow.parquet.write_table(table, tmp_path / 'a.parquet')
+    assert read(tmp_path / 'a.parquet') == [PLAIN]
+
+
+def test_a_message_of_weight_0_is_not_in_the_loss(tmp_path):
+    row = said(HI, assistant('no', weight=0), HI, YO)
+    [messages] = read(written(tmp_path / 'a.jsonl', row))
+    assert marked(messages) == ('CUhiEAnoEUhiEAyoE', '              ^^^')
+
+
+def test_columns_can_be_named_in_any_case(tmp_path):
     path = tmp_path / 'a.csv'
-    path.write_text('q,prompt,context,a\nhi,x,y,yo\n')
-    [messages] = read(path, ('q', 'a'))
-    assert [message['content'] for message in messages] == ['hi', 'yo']
+    path.write_text('Q,prompt,context,a\nhi,x,y,yo\n')
+    assert read(path, ('q', 'A')) == [PLAIN]
     path.write_text('q,b\nhi,yo\n')
-    with pytest.raises(UserError, match=r'a\.csv, line 2: no conversation, it is'):
+    with pytest.raises(UserError) as refused:
         read(path, ('q', 'a'))
+    assert all(word in str(refused.value) for word in ('a.csv, line 2', "'b'", '--completion'))
 
 
-def test_fields_that_are_no_part_of_the_conversation_are_named_once(tmp_path, capsys):
-    row = {'id': 1, 'prompt': 'a', 'completion': 'b', 'source': 'web'}
+@pytest.mark.parametrize('delimiter', ',;\t|')
+def test_the_separator_of_a_table_is_found(delimiter, tmp_path):
+    (tmp_path / 'a.csv').write_text(f'Question{delimiter}Answer\n"h,;|i"{delimiter}yo\n')
+    assert read(tmp_path / 'a.csv') == [[user('h,;|i'), YO]]
+
+
+def test_what_is_no_part_of_the_conversations_is_named_once(tmp_path, capsys):
+    row = {'id': 1, 'prompt': [{**HI, 'name': 'Ann'}], 'completion': 'b', 'empty': None}
     assert len(read(written(tmp_path / 'a.jsonl', row, row))) == 2
-    [line] = capsys.readouterr().out.splitlines()
-    assert line.endswith('line 1: left out, as no part of the conversation: id, source')
+    assert capsys.readouterr().out.splitlines() == ['not part of the conversations: id, name']
 
 
-def user(content='hi'):
-    return {'role': 'user', 'content': content}
-
-
-def assistant(content='yo', **others):
-    return {'role': 'assistant', 'content': content, **others}
-
-
-def shared(*pairs):
-    return {'conversations': [{'from': name, 'value': value} for name, value in pairs]}
-
-
-def said(*messages):
-    return {'messages': list(messages)}
-
-
-SYSTEM = {'role': 'system', 'content': 'be'}
 CALL = {'id': 'a', 'type': 'function', 'function': {'name': 'f', 'arguments': '{}'}}
 IMAGE = {'type': 'image_url', 'image_url': {'url': 'x'}}
 BAD = [  # a second row, and what is said of it
-    (said({'content': 'hi'}, assistant()), 'message 1 is {"content": "hi"}: an object'),
-    (said(user(), assistant(), {'role': 'tool', 'content': 'x'}), 'message 3 is {"role": "tool"'),
-    (said(user(' \n\t')), 'message 1 is " \\n\\t": text is expected'),
-    (said(user()), 'the assistant says nothing'),
-    (said(), 'no messages'), (said('hi', 'yo'), 'message 1 is "hi": an object with role'),
-    (said(user([IMAGE]), assistant()), 'message 1 is [{"type": "image_url"'),
-    (said(user(), assistant(None)), 'message 2 is {"role": "assistant", "content": null}'),
-    (said(user(), assistant(tool_calls=[CALL])), 'role and content alone is expected'),
-    (said(SYSTEM, SYSTEM, user(), assistant()), 'one system message may stand first'),
-    (said(assistant(), user(), assistant()), 'and then the user speaks'),
-    ({'prompt': 'a', 'completion': None}, "field 'completion' is null: text is expected"),
-    (shared(('bing', 'hi')), 'as from expected one of human, gpt'),
-    ({'instruction': 'a', 'input': 'b'}, 'no conversation, it is {"instruction": "a"'),
-    ({'instruction': 'a', 'output': 7}, 'is 7: text is expected'),
-    ([user(), assistant()], 'no conversation'), (None, 'no conversation'),
+    (said({'content': 'hi'}, YO), 'message 1: unknown role'),
+    (said(HI, {'role': 'narrator', 'content': 'x'}), 'message 2: unknown role "narrator"'),
+    (said(HI, YO, {'role': 'tool', 'content': 'x'}), 'message 3: tool calls'),
+    (said(HI, assistant(None, tool_calls=[CALL])), 'message 2: tool calls'),
+    (said(HI, assistant(tool_calls=[CALL])), 'message 2: tool calls'),
+    (said({'from': 'human', 'value': 'hi'}, {'from': 'function_call', 'value': '{}'}),
+     'message 2: tool calls'),
+    (said(HI, assistant('', reasoning_content='why')), 'message 2: thinking'),
+    ({'prompt': 'hi', 'chosen': 'yo', 'rejected': 'no'}, 'preference pair'),
+    ({'prompt': 'hi', 'completion': 'yo', 'label': False}, 'labeled false'),
+    (said(user(' \n\t'), YO), 'message 1: blank text'),
+    (said(HI), 'no reply'), (said(HI, assistant(weight=0)), 'no reply'),
+    (said(), 'no messages'), ({'messages': None}, 'no messages'),
+    ({'messages': '[{'}, 'not JSON'), (said(7, YO), 'message 1: not a message'),
+    (said(user([IMAGE]), YO), 'message 1: not text'),
+    (said(HI, assistant(None)), 'message 2: content is null'),
+    (said(SYSTEM, SYSTEM, HI, YO), 'a system message that is not the first'),
+    (said(YO, HI, YO), 'the assistant speaks first'),
+    ({'prompt': 'a', 'completion': None}, 'completion is null'),
+    ({'instruction': 'a', 'input': 'b'}, "'instruction', 'input': name them with --prompt"),
+    ({'instruction': 'a', 'output': 7}, 'not text: output is 7'),
+    ({'text': '### Human: hi'}, '--completion'), (None, 'not a conversation'),
 ]
-GOOD = [{'conversations': [{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'value': 'b'}]},
-        {'instruction': 'a', 'output': 'b'}, {'prompt': 'a', 'completion': 'b'},
-        said(user(), assistant())]
 
 
-def test_a_row_that_is_not_wholly_understood_is_named_with_its_line(tmp_path):
-    for row, what in BAD:
-        fields = row if isinstance(row, dict) else {}
-        good = next((good for good in GOOD if set(good) & set(fields)), GOOD[-1])
-        path = written(tmp_path / 'a.jsonl', good, row)
+def test_a_row_that_cannot_be_used_is_named_with_its_line_and_the_reason(tmp_path):
+    for row, reason in BAD:
+        path = written(tmp_path / 'a.jsonl', said(HI, YO), row)
         assert refusal(path).startswith(f'{path}, line 2: '), row
-        assert what in refusal(path), row
+        assert reason in refusal(path), (row, refusal(path))
+
+
+def test_few_of_them_are_left_out_and_counted_by_reason(tmp_path, capsys):
+    rows = [said(HI, YO)] * 996 + [row for row, _ in BAD[2:6]]
+    assert len(read(written(tmp_path / 'a.jsonl', *rows), strict=False)) == 996
+    line, = capsys.readouterr().out.splitlines()
+    assert line.startswith('left out 4 of 1,000 rows: tool calls') and 'line 997' in line
+    assert 'line 999' in line and 'line 1000' not in line
+    with pytest.raises(UserError, match='line 87: message 3: tool calls'):
+        read(written(tmp_path / 'a.jsonl', *rows[910:]), strict=False)

@@ -49,7 +49,8 @@ READ = [
 
 def test_files_folders_globs_and_lists_of_them_are_read_each_file_once(tree):
     for wanted, names in READ:
-        assert [str(path) for path in find_files(wanted)] \
+        paths, _ = find_files(wanted)
+        assert [str(path) for path in paths] \
             == [name.replace('{root}', str(tree)) for name in names], wanted
 
 
@@ -58,17 +59,22 @@ def test_what_is_no_text_file_is_refused_in_one_line(tree, refused):
             ('a.txt,missing.txt', 'missing.txt: no such file or folder'),
             ('*.rst', '*.rst: no such file or folder'), ('', '--input=FILES_OR_FOLDERS'),
             ('empty', 'empty: no text files there'), ('unknown', 'unknown: no text files there'),
-            ('pipe.txt', 'pipe.txt is no file')):
+            ('pipe.txt', 'pipe.txt is not a file')):
         assert words in refused('text', f'--input={wanted}'), wanted
-    assert 'each row is a document' in refused('text', '--input=unknown/y.csv', '--documents=line')
+    assert 'documents=line' in refused('text', '--input=unknown/y.csv', '--documents=line')
     assert 'is text and has no fields' in refused('text', '--input=a.txt', '--text_field=body')
 
 
-def test_a_line_says_what_is_read_of_a_folder(tree, capsys):
+def test_lines_say_what_is_read_of_a_folder_and_what_is_not(tree, capsys):
     find_files('a.txt')
     assert not capsys.readouterr().out
-    find_files('.')
-    assert capsys.readouterr().out == 'reading 15 files: 9 .txt, 4 .py, 1 .md, 1 .rst\n'
+    for name in ('b.csv', 'c.txt.zst', 'd.tar.gz', 'e.html'):
+        (tree / 'unknown' / name).touch()
+    find_files('.,unknown/b.csv')
+    read, not_read = capsys.readouterr().out.splitlines()
+    assert read == 'reading 16 files: 9 .txt, 4 .py, 1 .md, 1 .rst, 1 .csv'
+    for kind in ('1 .csv', '1 .zst', '1 .tar', '1 .html', '1 .log', '1 .png', 'unpack'):
+        assert kind in not_read, kind
 
 
 def test_a_text_that_does_not_arrive_or_is_another_is_refused(tmp_path, refused, monkeypatch):

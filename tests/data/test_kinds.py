@@ -16,6 +16,7 @@ from corpus_files import (
     killed,
     prepared,
     split_bytes,
+    write_files,
     write_parquet,
     write_rows,
 )
@@ -24,6 +25,7 @@ from helpers import fails
 import prepare
 from plaingpt.data import documents, encoding
 from plaingpt.data.dataset import open_dataset
+from plaingpt.data.documents import Files, TextReader
 from plaingpt.system.formatting import shown
 
 chance = random.Random(0)
@@ -118,13 +120,21 @@ def test_a_kind_gives_its_documents_and_the_same_bytes_after_kills(
 
 
 def test_a_few_files_are_one_text_joined_at_line_breaks(tmp_path):
-    (tmp_path / 'in').mkdir()
     spaces = ' ' * (2**20 + 5)
-    for i, text in enumerate(['one', 'TWO\n', 'three\r\n', 'four', ' \n', f'{spaces}five', 'six']):
-        (tmp_path / f'in/{i}.txt').write_bytes(text.encode())
-    prepare.main(['text', f'--input={tmp_path}/in', '--tokenizer=byte', f'--data_dir={tmp_path}/d'])
-    whole = b''.join(split_bytes(tmp_path / 'd', split) for split in ('train', 'val'))
-    assert whole.decode() == f'one\nTWO\nthree\r\nfour\n{spaces}five\nsix'
+    folder = write_files(tmp_path / 'in', 'one', 'TWO\n', 'three\r\n', 'four', ' \n',
+                         f'{spaces}five', 'six')
+    source = Files(sorted(folder.iterdir()), 'in', TextReader())
+    assert ''.join(piece.text for piece in source.pieces()) \
+        == f'one\nTWO\nthree\r\nfour\n{spaces}five\nsix'
+    assert source.file_chars == [3, 4, 7, 4, len(spaces) + 4, 3]
+
+
+def test_each_of_a_few_files_gives_its_end_for_validation(tmp_path):
+    folder = write_files(tmp_path / 'in', 'a' * 1000, 'b' * 500 + '\n', 'c' * 10)
+    prepare.main(['text', f'--input={folder}', '--tokenizer=byte', f'--data_dir={tmp_path}/d'])
+    train, val = (split_bytes(tmp_path / 'd', split).decode() for split in ('train', 'val'))
+    assert train == '\n'.join(['a' * 900, 'b' * 450, 'c' * 9])
+    assert val == '\n'.join(['a' * 100, 'b' * 50, 'c'])
 
 
 # -----------------------------------------------------------------------------
@@ -184,8 +194,8 @@ REFUSED = [
     ('a.jsonl', b'\n{"text": "one', ', line 2: not JSON: '),
     ('a.json', b'[{"text": "one"},\n{"text": }]', ': not JSON: Expecting value: line 2 column 10'),
     ('a.json', b'[{"text": "one"}, {"text": 7}]', ", row 2: field 'text' is int and not text"),
-    ('a\nb.jsonl', b'7', ", line 1: no field 'text', it has no fields"),
-    ('a.csv', b'id,text\n\n1,"a\nb"\n2,c,d\n', ', line 5: it has not the 2 columns'),
+    ('a\nb.jsonl', b'7', ", line 1: no field 'text', it has no columns"),
+    ('a.csv', b'id,text\n\n1,"a\nb"\n2,c,d\n', ', line 5: another number of columns'),
     ('a.csv', b'id,text\n1,one\n2,"two\n', ', line 3: unexpected end of data'),
     ('a.csv', b'id,body\n1,one\n', ", line 2: no field 'text', it has 'id', 'body': choose"),
     ('a.parquet', parquet(body=['x']), ", row 1: no field 'text', it has 'body'"),

@@ -8,7 +8,7 @@ import pytest
 import prepare
 from plaingpt.data import tokenizer_choice
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.documents import PIECE_CHARS, Files, HubDataset
+from plaingpt.data.documents import PIECE_CHARS, Files, HubDataset, TextReader
 from plaingpt.data.tokenizer_choice import learn_tokenizer, sample, train_bpe
 
 
@@ -49,10 +49,10 @@ def languages(tmp_path_factory):
 
 def test_bpe_learns_the_same_whatever_the_order_of_the_files(languages, monkeypatch):
     monkeypatch.setattr(tokenizer_choice, 'BPE_SAMPLE_CHARS', 200_000)
-    made = [learn_tokenizer('bpe:500', Files(paths, 'two'))
+    made = [learn_tokenizer('bpe:500', Files(paths, 'two', TextReader()))
             for paths in (languages, languages[::-1])]
     assert made[0].tokens == made[1].tokens
-    assert 150_000 < sum(map(len, sample(Files(languages, 'two'), 200_000))) < 250_000
+    assert 150_000 < sum(map(len, sample(Files(languages, 'two', TextReader()), 200_000))) < 250_000
     of_all = train_bpe([path.read_text() for path in languages], 500)
     for path in languages[1], languages[-1]:
         text = path.read_text()
@@ -60,20 +60,20 @@ def test_bpe_learns_the_same_whatever_the_order_of_the_files(languages, monkeypa
 
 
 def test_of_a_dataset_of_the_hub_it_learns_from_the_first_texts_and_reads_no_more(tmp_path):
-    # A row that is no text ends the reading where it is met.
-    source = hub_copy(tmp_path / 'copy', [300] * 4, '{"text": {"no": "text"}}\n')
+    # A row that is not text ends the reading where it is met.
+    source = hub_copy(tmp_path / 'copy', [300] * 4, '{"text": {"no": "text"}}\n', strict=True)
     assert list(sample(source, 3_000)) == [f'00 row {n:06d}' for n in range(231)]
     whole = hub_copy(tmp_path / 'whole', [1, 30])
     assert list(sample(whole, 10_000)) == [piece.text for piece in whole.pieces()]
 
 
-def hub_copy(folder, sizes, last=''):
+def hub_copy(folder, sizes, last='', **settings):
     """A folder like one of the hub: a file of each size in rows."""
     folder.mkdir()
     for i, size in enumerate(sizes):
         rows = ''.join(json.dumps({'text': f'{i:02d} row {n:06d}'}) + '\n' for n in range(size))
         (folder / f'train-{i:05d}-of-{len(sizes):05d}.jsonl').write_text(rows + last)
-    return HubDataset(str(folder), '', {'train': 'train'})
+    return HubDataset(str(folder), '', {'train': 'train'}, TextReader(), **settings)
 
 
 # -----------------------------------------------------------------------------

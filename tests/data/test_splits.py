@@ -94,7 +94,7 @@ def test_a_running_text_is_cut_into_its_splits_wherever_its_pieces_end():
     text = ''.join(map(chr, range(100, 200)))
     for size in (1, 7, 10, 100):
         pieces = [Piece(text[i:i + size], i == 0) for i in range(0, 100, size)]
-        found = [*split_by_place(pieces, 60)]
+        found = [*split_by_place(pieces, [60])]
         for split, start, end in (('train', 0, 60), ('val', 60, 100)):
             mine = [(part, first) for name, part, first in found if name == split]
             assert ''.join(part for part, _ in mine) == text[start:end]

@@ -25,7 +25,7 @@ from configurator import load_config
 from plaingpt.checks.model_checks import attention_is_causal, short, small_model
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import open_named
-from plaingpt.data.documents import read_text
+from plaingpt.data.text_files import read_text
 from plaingpt.data.tokenizers import IdsTokenizer, token_bytes, words_of
 from plaingpt.inference import lm_eval_model
 from plaingpt.system.devices import autocast, choose_device, choose_dtype

@@ -24,15 +24,17 @@ from plaingpt.data.chat_tokenizer import ChatTokenizer, plain_template
 from plaingpt.data.conversations import ConversationReader
 from plaingpt.data.corpora import CORPORA, OPTIONS, describe_corpus, table
 from plaingpt.data.dataset import dataset_folder, not_prepared
-from plaingpt.data.documents import TextReader, open_source
+from plaingpt.data.documents import open_source
 from plaingpt.data.encoding import write_tokens
 from plaingpt.data.inspection import inspect
-from plaingpt.data.separators import separators_of
+from plaingpt.data.rows import TextReader
 from plaingpt.data.shards import read_progress, write_dataset
 from plaingpt.data.splitting import VAL_CHARS
+from plaingpt.data.text_files import separators_of
 from plaingpt.data.tokenizer_choice import (
     COMPLETE,
     borrow_tokenizer,
+    check_round_trip,
     checksum,
     is_dataset,
     is_name,
@@ -160,6 +162,7 @@ def prepare_text(name, corpus, folder, config):
     source = open_source(name, corpus, config, folder, reader)
     if source.total == 0:
         raise UserError(f'{source.name}: there is no text in it')
+    plain = source.as_plain_text() if is_of_chat else source
     if asked == 'char' and source.unit != 'B':
         raise UserError(f'{name} is too large for --tokenizer=char: use gpt2, byte or bpe:32768')
     max_tokens = parse_count(config.max_tokens)
@@ -173,8 +176,10 @@ def prepare_text(name, corpus, folder, config):
 
     def write(unfinished):
         progress = read_progress(unfinished, command)
+        if borrowed and not progress:
+            check_round_trip(borrowed, plain)
         tokenizer = tokenizers.from_json(progress['tokenizer']) if progress else \
-            borrowed or learn_tokenizer(asked, source.as_plain_text() if is_of_chat else source)
+            borrowed or learn_tokenizer(asked, plain)
         if is_of_chat and not is_chat(tokenizer):
             tokenizer = ChatTokenizer(tokenizer, plain_template(tokenizer))
         threads = len(allowed_cpus()) if config.num_proc == 'auto' else config.num_proc

@@ -69,7 +69,7 @@ class SampleConfig(Sampling, GeneratorChoice):
 def write_samples(generator, config):
     start = config.start
     if start.startswith('FILE:'):
-        from plaingpt.data.documents import read_text
+        from plaingpt.data.text_files import read_text
         start = read_text(start.removeprefix('FILE:'))
     prompt = generator.encode(start, 'start')
     at_a_time = 1 if config.stream else config.batch_size

@@ -10,7 +10,7 @@ import numpy as np
 from helpers import ROOT, SHARED, exit_code, fails, fork, shared_file
 
 import prepare
-from plaingpt.data import documents, encoding, inspection, tokenizer_choice
+from plaingpt.data import encoding, inspection, text_files, tokenizer_choice
 from plaingpt.data.corpora import CORPORA, Corpus, find_standard_library
 from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.data.tokenizer_choice import choose_vocab_size
@@ -135,7 +135,7 @@ def test_text_without_a_named_tokenizer_gets_its_own_by_the_size_of_the_text(
 
 
 def test_a_disk_that_fills_up_is_one_line_and_the_same_command_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, 'PIECE_CHARS', 2**13)
+    monkeypatch.setattr(text_files, 'PIECE_CHARS', 2**13)
     monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**13)
     (tmp_path / 'in.txt').write_text('some text\n' * 20_000)
     argv = ['text', f'--input={tmp_path}/in.txt', '--tokenizer=byte', f'--data_dir={tmp_path}/d']
@@ -154,7 +154,7 @@ def test_a_disk_that_fills_up_is_one_line_and_the_same_command_goes_on(tmp_path,
 def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
     monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**14)
     for name in ('PIECE_CHARS', 'BLOCK_CHARS'):
-        monkeypatch.setattr(documents, name, 2**14)
+        monkeypatch.setattr(text_files, name, 2**14)
     monkeypatch.setattr(inspection, 'find_overlap', lambda *_: None)  # takes 80 MB at any size
 
     def peak(size, tokenizer):

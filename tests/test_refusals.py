@@ -123,7 +123,7 @@ prepare text text.txt --tokenizer=magic     → tokenizer
 prepare text text.txt --data_dir=text.txt/d → Not a directory
 prepare text text.txt --encoding=klingon    → encoding=klingon:
 prepare text text.txt --encoding=hex        → encoding=hex:
-prepare chat                                → chat takes your own conversations: --input=
+prepare chat                                → chat takes --input=
 prepare chat text.txt                       → conversations are read from .jsonl
 prepare chat rows.jsonl --max_tokens=5      → max_tokens=5: chat does not take it
 prepare chat rows.jsonl --tokenizer=.       → tokenizer=.: expected auto

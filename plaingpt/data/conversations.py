@@ -13,7 +13,8 @@ Each row, of JSON or of a table, is a conversation.
 import json
 from dataclasses import dataclass, field
 
-from plaingpt.data.rows import Unusable, list_columns, match_name
+from plaingpt.data.left_out import Unusable
+from plaingpt.data.rows import list_columns, match_name
 
 LISTS = 'messages', 'conversations', 'conversation', 'dialogue', 'dialog', 'chat', 'turns'
 PROMPTS = 'prompt', 'instruction', 'question', 'query', 'input', 'user', 'human'
@@ -74,7 +75,7 @@ class ConversationReader:
         else:
             messages = self.read_pair(values, fields, where)
         system = values.get('system')
-        if has_content(system) and messages[0]['role'] != 'system':
+        if has_content(system) and messages[:1] and messages[0]['role'] != 'system':
             messages.insert(0, {'role': 'system', 'content': content_of(system, where, 'system')})
         return messages
 
@@ -189,7 +190,7 @@ def parse_message(row, where, unused):
         raise Unusable(where, 'not a message', f': expected an object, got {as_json(row)}')
     role_key = next((key for key in ('role', 'from') if key in row), 'role')
     content_key = next((key for key in ('content', 'value', 'text') if key in row), 'content')
-    name, content = str(row.get(role_key)).casefold(), row.get(content_key)
+    name, content = str(row.get(role_key)).casefold(), join_text(row.get(content_key))
     if name in OF_TOOLS or any(has_content(row.get(key)) for key in OF_TOOLS):
         raise Unusable(where, 'tool calls and their results, which train.py cannot learn',
                        ': leave out these conversations, or write the calls as text')
@@ -213,6 +214,8 @@ def parse_message(row, where, unused):
 
 def check_order(messages, where):
     """Raises Unusable unless the user speaks first, or after one message of the system."""
+    if not messages:
+        raise Unusable(where, 'no messages')
     roles = [message['role'] for message in messages]
     speakers = roles[1:] if roles[:1] == ['system'] else roles
     if 'system' in speakers:
@@ -221,12 +224,18 @@ def check_order(messages, where):
         raise Unusable(where, 'the assistant speaks first', ': expected the user')
 
 
-def content_of(value, where, key):
-    """The text of a message, also of OpenAI's list of parts, [{'type': 'text', 'text': …}].
-    Raises Unusable."""
+def join_text(value):
+    """The text of a message in OpenAI's form, [{'type': 'text', 'text': …}, …]; others as they are.
+    """
     if isinstance(value, list) and all(isinstance(part, dict) and part.keys() == {'type', 'text'}
                                        and isinstance(part['text'], str) for part in value):
-        value = ''.join(part['text'] for part in value)
+        return ''.join(part['text'] for part in value)
+    return value
+
+
+def content_of(value, where, key):
+    """The text of a message. Raises Unusable."""
+    value = join_text(value)
     if value is None:
         raise Unusable(where, f'{key} is null')
     if not isinstance(value, str):

@@ -12,37 +12,25 @@ A source yields its text in pieces, in an order that is always the same, one in 
 
 import copy
 import glob
-import gzip
 import hashlib
 import http.client
-import io
 import os
-import re
 import urllib.request
-import zlib
 from collections import Counter
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from plaingpt.data.rows import (
-    FORMATS,
-    Tally,
-    Unusable,
-    ending_of,
-    file_format,
-    list_columns,
-    match_name,
-    read_rows,
-)
-from plaingpt.data.separators import MARGIN, Separators
+from plaingpt.data import text_files
+from plaingpt.data.left_out import Tally, Unusable
+from plaingpt.data.rows import FORMATS, ending_of, file_format, read_rows
+from plaingpt.data.text_files import documents_of, holds_utf8, lines_of, open_text
 from plaingpt.system.errors import UserError, needs, progress_bar
 from plaingpt.system.files import is_hub_name, write_atomically
-from plaingpt.system.formatting import count_of, join_halves, one_line, shown
+from plaingpt.system.formatting import count_of, one_line, shown
 
-TEXT_FIELDS = ('text', 'content')  # where no field is named, the first of these that a row has
 IN_FOLDERS = {  # the endings of the files that are read in a folder
     '.txt', '.md', '.rst', '.tex', '.py', '.pyi', '.c', '.h', '.cc', '.cpp', '.hpp',
     '.cu', '.rs', '.go', '.java', '.js', '.ts', '.jsx', '.tsx', '.rb', '.php', '.pl', '.lua', '.r',
@@ -51,8 +39,6 @@ IN_FOLDERS = {  # the endings of the files that are read in a folder
 COMPRESSED = {'.zst', '.bz2', '.xz', '.zip', '.7z', '.rar', '.tar', '.tgz', '.lz4'}
 KINDS_NAMED = 8  # endings of files that a folder leaves out
 ONE_TEXT_FILES = 100  # fewer text files than this are one text
-BLOCK_CHARS = 2**20  # of a file of text to read at a time
-PIECE_CHARS = 2**18  # a longer document comes in pieces
 SMALL_PIECE_CHARS = 2**15  # the least of a file that goes into one split
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte
 
@@ -158,7 +144,8 @@ class Files(Source):
         self.sizes = [path.stat().st_size for path in paths]
         self.total = sum(self.sizes)
         # A few large files are cut, so that each split gets its share. Most of many stay whole.
-        self.piece_chars = min(max(self.total // 100, SMALL_PIECE_CHARS), PIECE_CHARS)
+        self.piece_chars = min(max(self.total // 100, SMALL_PIECE_CHARS),
+                               text_files.PIECE_CHARS)
         self.has_rows = any(file_format(path) != 'text' for path in paths)
         self._done = 0
 
@@ -222,12 +209,11 @@ class Files(Source):
             raise Unusable(shown(path), 'cannot be read', f' ({e.strerror})') from None
         with self._file:
             if file_format(path) != 'text':
-                for where, row in read_rows(self._file, open_text, self.encoding,
-                                            self.reader.may_read):
+                for where, row in read_rows(self._file, self.encoding, self.reader.may_read):
                     for text in self.read_row(where, row):
                         yield text, True
                 return
-            if path not in self.named and (size > BLOCK_CHARS or self.form == 'line'):
+            if path not in self.named and (size > text_files.BLOCK_CHARS or self.form == 'line'):
                 self.read_to_end(path)
             with open_text(self._file, self.encoding) as text:
                 if self.form == 'line':
@@ -241,7 +227,7 @@ class Files(Source):
             self.problems[path] = None
             try:
                 with open(path, 'rb') as file, open_text(file, self.encoding) as text:
-                    while text.read(BLOCK_CHARS):
+                    while text.read(text_files.BLOCK_CHARS):
                         pass
             except Unusable as problem:
                 self.problems[path] = problem
@@ -353,142 +339,6 @@ def download(url, sha256, folder):
 
 # -----------------------------------------------------------------------------
 # text
-
-
-@contextmanager
-def open_text(file, encoding='utf-8', errors='strict'):
-    r"""A context: an open file of bytes → its text, unpacked if it is a .gz. Only \n ends a line,
-    and line endings are not changed. Raises Unusable, also where reading fails later."""
-    with_mark = 'utf-8-sig' if encoding == 'utf-8' else encoding  # of the byte order
-    try:
-        with gzip.open(file) if file.name.lower().endswith('.gz') else file as data:
-            yield io.TextIOWrapper(data, with_mark, errors, newline='\n')
-    except UnicodeError as e:
-        raise Unusable(shown(file.name), f'not {encoding.upper()}',
-                       f' ({e}): save it as UTF-8') from None
-    except (OSError, EOFError, zlib.error) as e:
-        raise Unusable(shown(file.name), 'cannot be read', f' ({one_line(e)})') from None
-
-
-def holds_utf8(path):
-    """Whether a file begins with text that is UTF-8 and more than ASCII."""
-    with suppress(OSError), open(path, 'rb') as file:
-        text = file.read(BLOCK_CHARS).decode('utf-8', 'surrogateescape')
-        return re.search('[^\0-\x7f\udc80-\udcff]', text) is not None
-    return False
-
-
-def read_text(path):
-    """The whole text of a UTF-8 file, as prepare.py reads it. Raises UserError, OSError."""
-    with open(path, 'rb') as file, open_text(file) as text:
-        return text.read()
-
-
-# The beginning of a text up to the last white space that follows something else.
-CUT = re.compile(r'(?s:.*\S)(?=[ \n])')
-
-
-def place_to_cut(text, start, characters):
-    """Where to cut a text, at most `characters` after `start`, at white space if possible."""
-    if len(text) - start <= characters:
-        return len(text)
-    cut = CUT.match(text, start, start + characters + 1)
-    return cut.end() if cut else start + characters
-
-
-def cut(text, piece_chars, margin=0):
-    """A text → (pieces of it, what remains: at most piece_chars + margin characters). Each piece
-    ends at white space that follows something else, where GPT-2's pattern ends a word, too. So its
-    tokens are those of the uncut text."""
-    pieces, start = [], 0
-    while len(text) - start > piece_chars + margin:
-        end = place_to_cut(text, start, piece_chars)
-        pieces.append(text[start:end])
-        start = end
-    return pieces, text[start:]
-
-
-def documents_of(text, separators, piece_chars=PIECE_CHARS):
-    """Yield (text, whether it begins a document) of an open text: one document, or several that
-    end-of-text tokens separate. A blank one is none, and a long one comes in pieces."""
-    remainder, is_new = '', True
-    while True:
-        block = text.read(BLOCK_CHARS)
-        *ended, remainder = separators.split(remainder + block, is_last=not block)
-        for document in ended if block else [*ended, remainder]:
-            if not (is_new and document.isspace()):
-                pieces, last = cut(document, piece_chars)
-                for piece in filter(None, [*pieces, last]):
-                    yield piece, is_new
-                    is_new = False
-            is_new = True
-        if not block:
-            return
-        if is_new and remainder.isspace():  # perhaps that is all there is
-            continue
-        pieces, remainder = cut(remainder, piece_chars, MARGIN)
-        for piece in pieces:
-            yield piece, is_new
-            is_new = False
-
-
-def lines_of(text, separators):
-    """The same where each line is a document."""
-    for line in text:
-        if line.strip() and not separators.is_alone(line):
-            yield line.rstrip('\r\n'), True
-
-
-# -----------------------------------------------------------------------------
-# rows
-
-
-@dataclass(frozen=True)
-class TextReader:
-    """Reads the documents in a field of a row. text_field: its name, or '' for the first of
-    TEXT_FIELDS that is there"""
-
-    text_field: str = ''
-    separators: Separators = field(default_factory=Separators)
-
-    def restart(self):
-        self.separators.restart()
-
-    def describe(self):
-        return self.separators.describe()
-
-    def names(self):
-        return [self.text_field] if self.text_field else TEXT_FIELDS
-
-    def may_read(self, column):
-        """Whether it may be the column of a table that is read."""
-        return any(match_name(name, [column]) for name in self.names())
-
-    def columns(self, row, where):
-        """Those that are read of a table with this row. Raises Unusable."""
-        return [self.find_field(row, where)]
-
-    def find_field(self, row, where):
-        """Its name in a row. Raises Unusable where there is none."""
-        names = row if isinstance(row, dict) else ()
-        for name in self.names():
-            if match := match_name(name, names):
-                return match
-        raise Unusable(where, f'no field {self.names()[0]!r}', f', it has {list_columns(row)}: '
-                       'choose with --text_field=…')
-
-    def texts(self, row, where):
-        """The documents in a row, none where its text is blank. Raises Unusable."""
-        if not isinstance(row, str):  # or one of a list of texts
-            name = self.find_field(row, where)
-            row = row[name]
-            if row is None:
-                raise Unusable(where, f'field {name!r} is null')
-            if not isinstance(row, str):
-                raise Unusable(where, f'field {name!r} is {type(row).__name__} and not text',
-                               ': choose another with --text_field=…')
-        text, _ = join_halves(row)  # JSON can hold half a character
-        return [document for document in self.separators.split(text) if document.strip()]
 
 
 # -----------------------------------------------------------------------------

@@ -1,75 +1,22 @@
-"""Rows of .jsonl, .json, .csv, .tsv and .parquet files, and what becomes of those that cannot be
-used: a few are left out and counted, more than 1% are an error."""
+"""Rows of .jsonl, .json, .csv, .tsv and .parquet files, and the text in them."""
 
 import csv
 import json
 import re
-from collections import Counter
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from plaingpt.system.errors import UserError, needs
-from plaingpt.system.formatting import count_of, one_line, shown
+from plaingpt.data.left_out import Unusable
+from plaingpt.data.text_files import Separators, open_text
+from plaingpt.system.errors import needs
+from plaingpt.system.formatting import join_halves, one_line, shown
 
 FORMATS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'csv',
            '.parquet': 'parquet'}  # ending → format; all other files are text
 DELIMITERS = ',;\t|'  # ';' is that of Excel in most of Europe
 NOT_UTF8 = re.compile('[\udc80-\udcff]')  # bytes that surrogateescape could not decode
-MAX_UNUSABLE = 0.01  # share of the files or rows; if there are more, something else is wrong
-EARLY = 1000  # unusable rows before a pass over all rows is stopped
-EXAMPLES = 3  # named for each reason
-
-
-class Unusable(UserError):
-    """A file or row that cannot be used. reason: the same words for all that are alike; details: of
-    this one, and what to do"""
-
-    def __init__(self, where, reason, details=''):
-        super().__init__(f'{where}: {reason}{details}')
-        self.where, self.reason = where, reason
-
-
-class Tally:
-    """Counts the files or rows that cannot be used, by reason. strict: each is an error"""
-
-    def __init__(self, noun, strict=False):
-        self.noun, self.strict = noun, strict
-        self.restart()
-
-    def restart(self):
-        self.seen, self.counts, self.examples = 0, Counter(), {}
-
-    def leave_out(self, problem, total=0):
-        """Count an Unusable. total: about how many there are in all, 0 if unknown. Raises UserError
-        where it is certain that too many are unusable."""
-        if self.strict:
-            raise problem
-        self.counts[problem.reason] += 1
-        self.examples.setdefault(problem.reason, [])
-        if len(self.examples[problem.reason]) < EXAMPLES:
-            self.examples[problem.reason].append(problem)
-        count = self.counts.total()
-        if count >= EARLY and (total or count == self.seen):
-            self.check(max(total, self.seen))
-
-    def check(self, total, advice=lambda problem: ''):
-        """Raises UserError where more than 1% of `total` are unusable. advice: what else to do
-        about an Unusable"""
-        count = self.counts.total()
-        if count > MAX_UNUSABLE * total:
-            reason, number = self.counts.most_common(1)[0]
-            example = self.examples[reason][0]
-            why = '' if number == count else f', {number:,} for this reason'
-            raise UserError(f'{example}{advice(example)} ({count:,} of '
-                            f'{count_of(total, self.noun)} cannot be used{why})')
-
-    def describe(self):
-        """A line for each reason."""
-        for reason, number in self.counts.most_common():
-            places = '; '.join(problem.where for problem in self.examples[reason])
-            more = '; …' if number > EXAMPLES else ''
-            yield f'left out {number:,} of {count_of(self.seen, self.noun)}: {reason} ' \
-                  f'({places}{more})'
+TEXT_FIELDS = ('text', 'content')  # where no field is named, the first of these that a row has
 
 
 # -----------------------------------------------------------------------------
@@ -104,12 +51,10 @@ def ending_of(path):
     return Path(path.name.lower().removesuffix('.gz')).suffix
 
 
-def read_rows(file, open_text, encoding='utf-8', wanted=None):
+def read_rows(file, encoding='utf-8', wanted=None):
     """Yield ('FILE, line N' or 'FILE, row N', row) of an open file of rows. A row is a JSON value
     or a dict of columns, or an Unusable. Raises Unusable where the file cannot be read.
-
-    open_text: documents.open_text; wanted: name of a column → whether it is read (Parquet)
-    """
+    wanted: name of a column → whether it is read (Parquet)"""
     file_kind, name = file_format(Path(file.name)), shown(file.name)
     if file_kind == 'parquet':
         yield from parquet_rows(file, name, wanted)
@@ -178,3 +123,55 @@ def parquet_rows(file, name, wanted):
                 yield f'{name}, row {number}', row
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as e:
         raise Unusable(name, 'cannot be read', f' ({one_line(e)})') from None
+
+
+# -----------------------------------------------------------------------------
+# text in rows
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """Reads the documents in a field of a row. text_field: its name, or '' for the first of
+    TEXT_FIELDS that is there"""
+
+    text_field: str = ''
+    separators: Separators = field(default_factory=Separators)
+
+    def restart(self):
+        self.separators.restart()
+
+    def describe(self):
+        return self.separators.describe()
+
+    def names(self):
+        return [self.text_field] if self.text_field else TEXT_FIELDS
+
+    def may_read(self, column):
+        """Whether it may be the column of a table that is read."""
+        return any(match_name(name, [column]) for name in self.names())
+
+    def columns(self, row, where):
+        """Those that are read of a table with this row. Raises Unusable."""
+        return [self.find_field(row, where)]
+
+    def find_field(self, row, where):
+        """Its name in a row. Raises Unusable where there is none."""
+        names = row if isinstance(row, dict) else ()
+        for name in self.names():
+            if match := match_name(name, names):
+                return match
+        raise Unusable(where, f'no field {self.names()[0]!r}', f', it has {list_columns(row)}: '
+                       'choose with --text_field=…')
+
+    def texts(self, row, where):
+        """The documents in a row, none where its text is blank. Raises Unusable."""
+        if not isinstance(row, str):  # or one of a list of texts
+            name = self.find_field(row, where)
+            row = row[name]
+            if row is None:
+                raise Unusable(where, f'field {name!r} is null')
+            if not isinstance(row, str):
+                raise Unusable(where, f'field {name!r} is {type(row).__name__} and not text',
+                               ': choose another with --text_field=…')
+        text, _ = join_halves(row)  # JSON can hold half a character
+        return [document for document in self.separators.split(text) if document.strip()]

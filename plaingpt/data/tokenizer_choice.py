@@ -12,17 +12,19 @@ from pathlib import Path
 from plaingpt.data import tokenizers
 from plaingpt.data.chat_tokenizer import as_chat
 from plaingpt.data.dataset import dataset_folder, open_dataset
-from plaingpt.data.documents import place_to_cut
 from plaingpt.data.foreign_tokenizer import FILES_OF_TOKENIZER, download, read_tokenizer
+from plaingpt.data.text_files import place_to_cut
 from plaingpt.data.tokenizers import BPETokenizer, CharTokenizer
 from plaingpt.system.errors import UserError, progress_bar
 from plaingpt.system.files import is_hub_name, read_json
+from plaingpt.system.formatting import join_halves
 
 NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'  # those that need no file
 COMPLETE = 'gpt2', 'byte'  # those that need no text to learn from
 BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
 BPE_SAMPLE_CHARS = 50_000_000  # a bpe tokenizer is trained on about this much text at most
 BLOCK_CHARS = 4096  # of a sample
+CHECKED_CHARS = 2**20  # that a borrowed tokenizer has to give back
 
 
 # -----------------------------------------------------------------------------
@@ -57,6 +59,26 @@ def borrow_tokenizer(name, for_chat=False):
     if found['kind'] == 'foreign' and for_chat:
         found = as_chat(found, name)
     return tokenizers.from_json(found)
+
+
+def check_round_trip(tokenizer, source):
+    """Raise UserError where the beginning of a source does not survive encoding and decoding:
+    a tokenizer may lowercase text, or lack some of the bytes."""
+    tokenizer, seen = getattr(tokenizer, 'base', tokenizer), 0
+    with closing(source.pieces()) as pieces:
+        for piece in pieces:
+            text, _ = join_halves(piece.text)
+            decoded = tokenizer.decode(tokenizer.encode(text))
+            if decoded != text:
+                same = next((i for i, (a, b) in enumerate(zip(text, decoded, strict=False))
+                             if a != b), min(len(text), len(decoded)))
+                start = max(0, same - 10)
+                raise UserError(f'the tokenizer does not give the text back: '
+                                f'{text[start:start + 40]!r} is decoded as '
+                                f'{decoded[start:start + 40]!r}: choose another --tokenizer')
+            seen += len(text)
+            if seen >= CHECKED_CHARS:
+                return
 
 
 def is_name(name):

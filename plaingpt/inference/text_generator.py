@@ -55,17 +55,15 @@ def parse_history(messages):
     from plaingpt.data.conversations import parse_messages
     if isinstance(messages, list) and all(isinstance(each, dict) for each in messages):
         # parse_messages refuses a blank text; no tokenizer reads MARK
-        messages = [{**each, 'content': MARK} if is_blank(each, 'assistant') else each
+        messages = [{**each, 'content': MARK} if is_blank_answer(each) else each
                     for each in messages]
     return parse_messages(messages, 'messages')
 
 
-def is_blank(message, *roles):
-    """Whether a message of one of these roles says nothing."""
-    content = message.get('content')
-    return message.get('role') in roles and (
-        not content.strip() if isinstance(content, str) else
-        content in (None, [], [{'type': 'text', 'text': ''}]))
+def is_blank_answer(message):
+    """Whether the assistant says nothing in a message."""
+    from plaingpt.data.conversations import has_content, join_text
+    return message.get('role') == 'assistant' and not has_content(join_text(message.get('content')))
 
 
 class StreamDecoder:

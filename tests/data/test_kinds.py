@@ -23,9 +23,10 @@ from corpus_files import (
 from helpers import fails
 
 import prepare
-from plaingpt.data import documents, encoding
+from plaingpt.data import encoding, text_files
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.documents import Files, TextReader
+from plaingpt.data.documents import Files
+from plaingpt.data.rows import TextReader
 from plaingpt.system.formatting import shown
 
 chance = random.Random(0)
@@ -97,7 +98,7 @@ def test_a_kind_gives_its_documents_and_the_same_bytes_after_kills(
         assert sorted(chain(*found.values())) == sorted(wanted)
         assert min(map(len, found.values())) > 10
     monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**12)
-    monkeypatch.setattr(documents, 'BLOCK_CHARS', 1001)
+    monkeypatch.setattr(text_files, 'BLOCK_CHARS', 1001)
     prepare.main([*argv, '--data_dir=threads', '--num_proc=3'])
     argv += ['--data_dir=killed', '--num_proc=2']
     for n in (25, 20):

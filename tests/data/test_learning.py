@@ -8,7 +8,9 @@ import pytest
 import prepare
 from plaingpt.data import tokenizer_choice
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.documents import PIECE_CHARS, Files, HubDataset, TextReader
+from plaingpt.data.documents import Files, HubDataset
+from plaingpt.data.rows import TextReader
+from plaingpt.data.text_files import PIECE_CHARS
 from plaingpt.data.tokenizer_choice import learn_tokenizer, sample, train_bpe
 
 

@@ -8,7 +8,8 @@ from corpus_files import documents_of, prepared, write_files, write_rows
 from helpers import fails
 
 import prepare
-from plaingpt.data.documents import Files, TextReader
+from plaingpt.data.documents import Files
+from plaingpt.data.rows import TextReader
 from plaingpt.system.errors import UserError
 
 

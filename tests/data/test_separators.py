@@ -4,10 +4,11 @@ import pytest
 from corpus_files import write_files, write_rows
 
 import prepare
-from plaingpt.data import documents
+from plaingpt.data import text_files
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.documents import Files, TextReader
-from plaingpt.data.separators import Separators
+from plaingpt.data.documents import Files
+from plaingpt.data.rows import TextReader
+from plaingpt.data.text_files import Separators
 
 EOT = '<|endoftext|>'
 STORIES = ['One day.\nIt rained.\n', '"Hi!" he said.\n', 'The end.']
@@ -24,7 +25,7 @@ MENTIONS = [f'the token {EOT} ends a text\n', f"eot = '{EOT}'\n", f'f("{EOT}", 1
 
 @pytest.mark.parametrize('block', [1, 150, 2**20])
 def test_an_end_of_text_token_between_documents_separates_them(block, tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, 'BLOCK_CHARS', block)
+    monkeypatch.setattr(text_files, 'BLOCK_CHARS', block)
     for text, wanted in SEPARATED:
         [path] = write_files(tmp_path / 'in', text).iterdir()
         source = Files([path], 'in', TextReader())

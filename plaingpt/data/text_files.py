@@ -7,7 +7,7 @@ import zlib
 from contextlib import contextmanager, suppress
 
 from plaingpt.data.left_out import Unusable
-from plaingpt.system.formatting import one_line, shown
+from plaingpt.system.formatting import count_of, one_line, shown
 
 BLOCK_CHARS = 2**20  # of a file to read at a time
 PIECE_CHARS = 2**18  # a longer document comes in pieces
@@ -135,11 +135,9 @@ class Separators:
                 break
             before = text[max(begin, start - WINDOW):start].rpartition('\n')[2]
             after = text[end:end + WINDOW].partition('\n')[0]
-            is_alone = not before.strip() and not after.strip()
-            if is_alone:
+            if not before.strip() and not after.strip():  # alone in its line
                 start -= len(before)
-            elif (before.strip() and MENTION_BEFORE.search(before)) \
-                    or (after.strip() and MENTION_AFTER.match(after)):
+            elif is_mention(before, after):
                 self.mentions = True
                 continue
             self.count += 1
@@ -157,9 +155,19 @@ class Separators:
     def describe(self):
         """A line that says what was done with the tokens, if there are any."""
         if self.count:
-            yield f'{" or ".join(self.tokens)} separated documents at {self.count:,} places'
+            yield f'{" or ".join(self.tokens)} separated documents at ' \
+                f'{count_of(self.count, "place")}'
         if self.mentions:
             yield f'{" or ".join(self.tokens)} within a line of text was kept as text'
+
+
+def is_mention(before, after):
+    """Whether text around a token in its line, at most WINDOW characters of each, mentions it."""
+    # An odd number of quotes before it opens one around it. Of a long line they cannot be counted.
+    quotes = '`"' if len(before) < WINDOW else '`'
+    return any(before.count(quote) % 2 for quote in quotes) \
+        or (before.strip() and MENTION_BEFORE.search(before) is not None) \
+        or (after.strip() and MENTION_AFTER.match(after) is not None)
 
 
 def separators_of(tokenizer):

@@ -106,6 +106,47 @@ def test_any_dataset_is_prepared_by_its_name(hub, tmp_path):
     assert prepared(tmp_path / 'd', *argv) == [TEXTS, ['held', 'out']]
 
 
+MESSAGES = [[{'role': 'user', 'content': f'{i}?'}, {'role': 'assistant', 'content': f'It is {i}.'}]
+            for i in range(100)]
+
+
+def said_in(folder):
+    """What the assistant says in each split of a dataset of conversations."""
+    said = {}
+    for split in ('train', 'val'):
+        stream = open_dataset(folder).split(split)
+        ids = stream.read(0, 10**9)
+        text = open_dataset(folder).tokenizer().decode(
+            ids[stream.loss_mask.read(0, 10**9) == 1].tolist())
+        said[split] = sorted(text.split('<|end|>')[:-1])
+    return said
+
+
+def test_conversations_are_read_from_the_hub_and_from_a_folder_laid_out_like_it(hub):
+    answers = sorted(messages[1]['content'] for messages in MESSAGES)
+    for folder in hub.dataset('a/chats'), Path('local'):
+        write_parquet(folder / 'data/train-00000-of-00001.parquet', MESSAGES, field='messages',
+                      columns={'prompt_id': ['x'] * 100})
+        write_parquet(folder / 'data/test-00000-of-00001.parquet', MESSAGES[:1] * 5,
+                      field='messages')
+    for name in 'a/chats', 'local':
+        prepare.main(['chat', name, BYTES, '--data_dir=d', '--overwrite'])
+        said = said_in('d')
+        assert sorted(said['train'] + said['val']) == answers and said['val']  # not those of test
+        prepare.main(['chat', name, BYTES, '--val_split=test', '--data_dir=d', '--overwrite'])
+        assert said_in('d') == {'train': answers, 'val': ['It is 0.'] * 5}
+
+
+def test_rows_of_the_hub_that_cannot_be_used_are_counted(hub, capsys, monkeypatch):
+    texts = [None if i in (0, 7, 70) else text for i, text in enumerate(2 * TEXTS)]
+    write_parquet(hub.dataset('a/b') / 'train.parquet', texts)
+    prepare.main(['hf', 'a/b', BYTES, '--data_dir=d'])
+    assert "left out 3 of 600 rows: field 'text' is null (a/b, split train, row 1; " \
+        in capsys.readouterr().out
+    line = fails(capsys, monkeypatch, prepare.main, 'hf', 'a/b', BYTES, '--data_dir=e', '--strict')
+    assert 'row 1' in line
+
+
 def test_a_text_takes_the_tokenizer_of_a_model_of_the_hub(hub, tmp_path):
     folder = hub.model('a/qwen')
     made = save_tokenizer(folder, 'qwen', TEXTS)

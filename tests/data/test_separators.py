@@ -20,7 +20,8 @@ SEPARATED = [  # text → its documents
     (f'One.\n{EOT}Two.\n{EOT}Three.', ['One.\n', 'Two.\n', 'Three.']),
     (f'One.{EOT}\nTwo.{EOT}{EOT}\n \n{EOT}', ['One.', 'Two.'])]
 MENTIONS = [f'the token {EOT} ends a text\n', f"eot = '{EOT}'\n", f'f("{EOT}", 1)\n', f'[{EOT}]\n',
-            f'a `{EOT}`, too\n', f'x={EOT}\n', f'print("{EOT}")']
+            f'a `{EOT}`, too\n', f'(as `One.{EOT}Two.`)\n', f'f("One.{EOT}", 1)\n',
+            f'x={EOT}\n', f'print("{EOT}")']
 
 
 @pytest.mark.parametrize('block', [1, 150, 2**20])

@@ -1,11 +1,12 @@
 """Tokenizers and chat templates of others: our ids are those of their libraries, and come back."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 from foreign_models import KINDS, STRANGE, THINKING, save_model, save_tokenizer
-from helpers import ask
+from helpers import ask, fails
 
 import evaluate
 import export
@@ -146,6 +147,37 @@ def test_a_dataset_of_their_tokens_says_how_many_bytes_they_have(
     assert dataset.bytes_per_token('val') == pytest.approx(len(text.encode()) / len(ids))
     assert dataset.token_bytes('val')[ids].sum() == len(text.encode())
     assert dataset.vocab_size == 512 and np.array_equal(ours.encode(text), ids)
+
+
+def change_tokenizer(folder, change, tmp_path):
+    """A copy of a model's folder, whose tokenizer loses something of a text."""
+    copy = shutil.copytree(folder, tmp_path / 'copy')
+    made = json.loads((copy / 'tokenizer.json').read_text())
+    if change == 'few bytes':
+        for token in [token for token in made['model']['vocab'] if 'Ð' in token or 'Ñ' in token]:
+            del made['model']['vocab'][token]
+        made['model']['merges'] = [pair for pair in made['model']['merges'] if not any(
+            char in part for part in pair for char in 'ÐÑ')]
+    elif change == 'whitespace':
+        made['pre_tokenizer'] = {'type': 'Sequence', 'pretokenizers': [
+            {'type': 'WhitespaceSplit'}, made['pre_tokenizer']]}
+    else:
+        made['normalizer'] = {'type': change}
+    (copy / 'tokenizer.json').write_text(json.dumps(made))
+    return copy
+
+
+@pytest.mark.parametrize('kind', ['smollm2'])
+@pytest.mark.parametrize('change', ['Lowercase', 'NFC', 'whitespace', 'few bytes'])
+def test_a_tokenizer_that_does_not_give_the_text_back_is_refused(
+        change, folder, tmp_path, capsys, monkeypatch):
+    copy = change_tokenizer(folder, change, tmp_path)
+    for name, row in (('text', {'text': 'Cafe\u0301  Привет'}),
+                      ('chat', {'prompt': 'Cafe\u0301  Привет', 'completion': 'so'})):
+        (tmp_path / 'a.jsonl').write_text(20 * (json.dumps(row) + '\n'))
+        line = fails(capsys, monkeypatch, prepare.main, name, f'{tmp_path}/a.jsonl',
+                     f'--tokenizer={copy}', f'--data_dir={tmp_path}/d')
+        assert '--tokenizer' in line and not (tmp_path / 'd').exists()
 
 
 def test_an_export_has_the_files_that_came_in(folder, tmp_path):

@@ -88,11 +88,10 @@ def open_source(name, corpus, config, folder, reader):
 
 
 def holds_parquet_alone(name):
-    """Whether it is a folder as the hub lays out a dataset: all rows in Parquet."""
-    if not os.path.isdir(name):
-        return False
-    endings = {ending_of(path) for path in Path(name).rglob('*')} & FORMATS.keys()
-    return endings == {'.parquet'}
+    """Whether it is a folder of a dataset of the hub: all rows in Parquet, perhaps described by a
+    .json file."""
+    endings = {ending_of(path) for path in search(name)} & FORMATS.keys()
+    return endings - {'.json'} == {'.parquet'}
 
 
 class Source:
@@ -311,9 +310,10 @@ def count_endings(paths):
 
 
 def search(root):
-    """The files in a folder and those below it; nothing that is hidden."""
+    """The files in a folder and those below it; nothing that is hidden or a cache."""
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith('.')]
+        folders[:] = [name for name in folders
+                      if not name.startswith('.') and name != '__pycache__']
         for path in (Path(folder, name) for name in files if not name.startswith('.')):
             if path.is_file():
                 yield path

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from test_batches import stream
 
 import prepare
-from plaingpt.data import inspection
+from plaingpt.data import overlap
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.inspection import SEQUENCE_TOKENS, find_overlap
+from plaingpt.data.overlap import SEQUENCE_TOKENS, find_overlap
 
 
 def shown_share(captured):
@@ -47,14 +47,14 @@ def test_it_is_the_share_of_sequences_that_a_plain_search_finds(
     expected = sum(val[i:i + SEQUENCE_TOKENS].tobytes() in present for i in starts) / count
     splits = [stream(tmp_path_factory.mktemp('split'), ids, files=2) for ids in (train, val)]
     with pytest.MonkeyPatch.context() as patch:  # sequences lie across blocks and files
-        patch.setattr(inspection, 'BLOCK_TOKENS', block_tokens)
-        patch.setattr(inspection, 'SEQUENCES', sequences)
+        patch.setattr(overlap, 'BLOCK_TOKENS', block_tokens)
+        patch.setattr(overlap, 'SEQUENCES', sequences)
         assert find_overlap(*splits) == expected
 
 
 def test_memory_is_that_of_a_few_pieces_and_not_of_the_splits(tmp_path, monkeypatch):
-    monkeypatch.setattr(inspection, 'BLOCK_TOKENS', 2**13)
-    monkeypatch.setattr(inspection, 'SEQUENCES', 2**8)
+    monkeypatch.setattr(overlap, 'BLOCK_TOKENS', 2**13)
+    monkeypatch.setattr(overlap, 'SEQUENCES', 2**8)
     ids = np.random.default_rng(2).integers(2**16, size=2**21)
     split = stream(tmp_path, ids, vocab_size=2**16)
     tracemalloc.start()

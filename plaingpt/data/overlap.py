@@ -124,7 +124,9 @@ def find_overlap(train, val):
 SKETCH_BLOCKS = 2**16  # of 64 tokens each, at most
 GROUP = 8  # blocks that the sketch of a longer text has in a row: 1 KB
 LOOKED_AT, PLACES = 2**20, 64  # tokens of a validation text; a longer one is read in many places
-ENOUGH_TOKENS = 2**12  # that a sample has to share with a text if all of that was trained on
+# A text that was all trained on must share so many tokens with a sample: then what one group of
+# blocks shares is not much.
+ENOUGH_TOKENS = GROUP * SEQUENCE_TOKENS / MUCH_IN_TRAIN
 
 
 class Sketch(NamedTuple):

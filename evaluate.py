@@ -146,22 +146,16 @@ def loaders(task, config, model, tokenizer, state, **settings):
         yield name, f'{task} of {each.folder}{whose}', loader, each.token_bytes(task)
 
 
-def sketches_for(task, config, weights):
-    """Sketches of what the weights were trained on → (their run, [Sketch]); none for the data of
-    the run itself, of which prepare.py has compared the splits, and for another tokenizer."""
+def compare_with_training(task, stream, config, weights):
+    """Print how much of a text the weights were trained on → {'in_train': the share}; {} where that
+    is not known, and for the data of the run itself, whose splits prepare.py has compared."""
     own = weights.state.get('config', {}).get('dataset')
     if config.tokenizer != 'auto' or (task != 'text' and config.dataset in ('', own)):
-        return '', []
-    return trained_on(weights)
-
-
-def compare_with_training(stream, source, sketches):
-    """Print how much of a text the weights were trained on → {'in_train': the share}, {} where that
-    is not known. source, sketches: of sketches_for()"""
-    share = share_trained_on(windows_of(stream), sketches) if sketches else None
+        return {}
+    share = share_trained_on(*windows_of(stream), trained_on(weights))
     if share is None:
         return {}
-    print0(f'  {100 * share:.3g}% of this text was in the training text of {source}')
+    print0(f'  {100 * share:.3g}% of this text was in the training text of {weights.source}')
     return {'in_train': share}
 
 
@@ -227,12 +221,12 @@ def main(argv):
         job = process_group(world, device)
     with job:
         for task in filter(OURS.__contains__, names):
-            scores, sketches = {}, sketches_for(task, config, weights)
+            scores = {}
             for name, label, loader, sizes in loaders(
                     task, config, model, tokenizer, weights.state, device=device,
                     rank=world.rank, world_size=world.size):
                 scores[name] = score(model, label, loader, sizes, context)
-                scores[name] |= compare_with_training(loader.stream, *sketches)
+                scores[name] |= compare_with_training(task, loader.stream, config, weights)
             results[task] = scores if len(scores) > 1 else scores['']
         if theirs:
             model.eval()

@@ -37,12 +37,9 @@ def spread(count, tokens, length):
 
 def find_hashes(known, hashes):
     """The hashes that are among `known`, which is in order → (their places, places in `known`)"""
-    high_bits = np.zeros(2**20, bool)  # a quick look that leaves few to search for
-    high_bits[known >> 44] = True  # of a negative hash, an index from the end
-    there = np.flatnonzero(high_bits[hashes >> 44])
-    which = np.searchsorted(known, hashes[there]).clip(max=len(known) - 1)
-    is_known = known[which] == hashes[there]
-    return there[is_known], which[is_known]
+    which = np.searchsorted(known, hashes).clip(max=len(known) - 1)
+    there = np.flatnonzero(known[which] == hashes)
+    return there, which[there]
 
 
 # -----------------------------------------------------------------------------
@@ -130,24 +127,14 @@ ENOUGH_TOKENS = GROUP * SEQUENCE_TOKENS / MUCH_IN_TRAIN
 
 
 class Sketch(NamedTuple):
-    """The blocks of 64 tokens of a training text that start at multiples of 64: all of them, or of
-    a long text groups that are spread evenly."""
+    """The blocks of 64 tokens of a training text that start at multiples of 64, or a sample."""
 
     hashes: np.ndarray  # of the blocks, in order
-    share: float  # how much of the text they are
-
-
-class Windows(NamedTuple):
-    """All sequences of 64 tokens of a validation text, or of places spread evenly over a long one;
-    of conversations those of which the assistant says a quarter."""
-
-    hashes: np.ndarray
-    starts: np.ndarray  # among the tokens that were looked at
-    tokens: int  # that were looked at
+    share: float  # of the text that they are
 
 
 def sketch_of(stream):
-    """The tokens of a training text → Sketch. This reads 8 MB at most."""
+    """The tokens of a training text → Sketch, for which at most 2^22 of them are read."""
     blocks = len(stream) // SEQUENCE_TOKENS
     if blocks <= SKETCH_BLOCKS:
         ids = stream.read(0, blocks * SEQUENCE_TOKENS)
@@ -159,49 +146,52 @@ def sketch_of(stream):
 
 
 def windows_of(stream):
-    """The tokens of a validation text → Windows."""
+    """All sequences of 64 tokens of a validation text, or of places spread over a long one; of
+    conversations those of which the assistant says a quarter → (hashes, where each starts)"""
     count, length = (1, len(stream)) if len(stream) <= LOOKED_AT else (PLACES, LOOKED_AT // PLACES)
     if length < SEQUENCE_TOKENS:
-        return Windows(np.empty(0, np.int64), np.empty(0, np.int64), length)
+        return np.empty(0, np.int64), np.empty(0, np.int64)
     places = spread(count, len(stream), length)
     hashes = sliding_window_view(stream.sequences(places, length), SEQUENCE_TOKENS, 1) @ FACTORS
     starts = np.arange(count * length).reshape(count, length)[:, :hashes.shape[1]]
     if stream.loss_mask is None:
-        return Windows(hashes.ravel(), starts.ravel(), count * length)
-    loss_mask = sliding_window_view(stream.loss_mask.sequences(places, length), SEQUENCE_TOKENS, 1)
-    counted = loss_mask.sum(2) >= LEARNED
-    return Windows(hashes[counted], starts[counted], count * length)
+        return hashes.ravel(), starts.ravel()
+    in_loss = sliding_window_view(stream.loss_mask.sequences(places, length), SEQUENCE_TOKENS, 1)
+    counted = in_loss.sum(2) >= LEARNED
+    return hashes[counted], starts[counted]
 
 
-def share_trained_on(windows, sketches):
-    """The share of the tokens in `windows` that are in any training text of `sketches`; None where
-    there is too little of them to tell.
+def share_trained_on(hashes, starts, sketches):
+    """The share of the tokens in the windows of a text that are in any training text of `sketches`;
+    None where these hold too little to tell.
 
     Of a whole training text, each token of a block that occurs among the windows counts. A token in
     one block of a sample stands for 1 / share tokens. In several blocks, or in windows that occur
     several times, it is boilerplate, which a sample is likely to hold: it stands for itself.
     """
-    looked_at = np.count_nonzero(blocks_over_tokens(windows, slice(None)))
+    if not len(starts):
+        return None
+    tokens = starts[-1] + SEQUENCE_TOKENS
+    looked_at = np.count_nonzero(count_covering(starts, tokens))
     sketches = [sketch for sketch in sketches
                 if sketch.share == 1 or sketch.share * looked_at >= ENOUGH_TOKENS]
-    if not looked_at or not sketches:
+    if not sketches:
         return None
-    estimates = np.zeros(windows.tokens)
+    estimates = 0
     for sketch in sketches:
-        hashes, in_sketch = np.unique(sketch.hashes, return_counts=True)
-        copies, which = find_hashes(hashes, windows.hashes)
-        in_windows = np.bincount(which, minlength=len(hashes))
-        blocks = blocks_over_tokens(windows, copies, (in_sketch * in_windows)[which])
+        known, in_sketch = np.unique(sketch.hashes, return_counts=True)
+        copies, which = find_hashes(known, hashes)
+        times = (in_sketch * np.bincount(which, minlength=len(known)))[which]
+        blocks = count_covering(starts[copies], tokens, times)
         estimates = np.maximum(estimates, np.where(blocks == 1, 1 / sketch.share, blocks > 0))
     return min(1.0, float(estimates.sum()) / looked_at)
 
 
-def blocks_over_tokens(windows, chosen, times=None):
-    """How many of the chosen windows, which count so many `times`, each token is in → (tokens,)"""
-    starts = windows.starts[chosen]
-    begins, ends = (np.bincount(places, times, windows.tokens + 1)
+def count_covering(starts, tokens, times=None):
+    """How many windows each token is in → (tokens + 1,); each window counts so many `times`."""
+    begins, ends = (np.bincount(places, times, tokens + 1)
                     for places in (starts, starts + SEQUENCE_TOKENS))
-    return np.cumsum(begins - ends)[:-1]
+    return np.cumsum(begins - ends)
 
 
 def write_sketches(path, sketches):

@@ -205,11 +205,9 @@ def document_start(config, dataset):
 
 
 def trained_on(weights):
-    """What open_weights returned → (out_dir of its run, sketches of the texts that these weights
-    were trained on); no sketches where they are not in the folder of a run that wrote any."""
-    out_dir = weights.path.parent.parent
-    is_in_run = bool(weights.state) and weights.path.parent.name == 'checkpoints'
-    return out_dir, read_sketches(out_dir / TRAINED_ON) if is_in_run else []
+    """Sketches of the texts that the weights of open_weights were trained on; [] where their run
+    did not write any, or they are of no run."""
+    return read_sketches(weights.path.parent.parent / TRAINED_ON) if weights.state else []
 
 
 def sketch_texts(start, dataset, train_data, val_data):
@@ -218,17 +216,17 @@ def sketch_texts(start, dataset, train_data, val_data):
     each corpus of a mixture is in the training text of another."""
     names = [part.name for part in dataset.parts]
     own = [sketch_of(loader.stream) for loader in train_data.parts]
-    source, earlier = trained_on(start.weights) if start.weights else ('', [])
+    earlier = trained_on(start.weights) if start.weights else []
     for name, loader in zip(names, val_data.parts, strict=True):
         if len(own) == 1 and not earlier:
             break  # prepare.py has compared the splits
         text = f'validation text of {name}' if name else 'validation text'
         windows = windows_of(loader.stream)
-        if (share := share_trained_on(windows, earlier)) is not None:
-            print_share(share, f'{text} was in the training text of {source}',
+        if (share := share_trained_on(*windows, earlier)) is not None:
+            print_share(share, f'{text} was in the training text of {start.weights.source}',
                         'validate on text that it was not trained on')
         for other, sketch in zip(names, own, strict=True):
-            share = share_trained_on(windows, [sketch]) if other != name else None
+            share = share_trained_on(*windows, [sketch]) if other != name else None
             if share and share > LITTLE_SHARED:
                 print_share(share, f'{text} is in the training split of {other}',
                             'remove the copies there, or leave one of them out')

@@ -93,7 +93,7 @@ def estimate(tmp_path, train, *val, blocks=2**16):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap, 'SKETCH_BLOCKS', blocks)
         sketch = sketch_of(text(tmp_path, train))
-    return share_trained_on(windows_of(text(tmp_path, *val)), [sketch])
+    return share_trained_on(*windows_of(text(tmp_path, *val)), [sketch])
 
 
 @pytest.mark.parametrize(('blocks', 'error'), [(2**16, 0.01), (2**10, 0.08)])  # all, or a tenth
@@ -121,14 +121,14 @@ def test_a_sample_that_holds_too_little_to_tell_says_nothing(tmp_path):
     assert estimate(tmp_path, WORDS, WORDS[:9000], blocks=2**12) is None
     assert estimate(tmp_path, WORDS[:50], WORDS[:9000]) is None
     assert estimate(tmp_path, WORDS, WORDS[:50]) is None
-    assert share_trained_on(windows_of(text(tmp_path, WORDS[:9000])), []) is None
+    assert share_trained_on(*windows_of(text(tmp_path, WORDS[:9000])), []) is None
 
 
 def test_of_conversations_what_the_assistant_says_is_compared(tmp_path):
     train, val = text(tmp_path, WORDS[:64_000]), text(tmp_path, WORDS[:6400], WORDS[-6400:])
     for of_copies, of_others, share in ((0, 1, 0), (1, 0, 1), (1, 1, 0.5), (0, 0, None)):
         val.loss_mask = text(tmp_path, np.full(6400, of_copies), np.full(6400, of_others))
-        assert share_trained_on(windows_of(val), [sketch_of(train)]) \
+        assert share_trained_on(*windows_of(val), [sketch_of(train)]) \
             == pytest.approx(share, abs=0.02)
 
 

@@ -21,7 +21,8 @@ from plaingpt.data.dataset import (
     open_dataset,
     read_meta,
 )
-from plaingpt.data.inspection import compare_with_train, find_damage, print_report
+from plaingpt.data.inspection import find_damage, print_report
+from plaingpt.data.overlap import compare_with_train
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import locked, read_json, sha256_of, sync, write_json
 

@@ -85,7 +85,7 @@ def test_ids_from_numpy_train_resume_score_and_sample(
     if way == 'meta.pkl':
         (own_ids / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 1500}))
         out = inspected(own_ids, capsys)
-        assert 'ids tokenizer, 1,500 tokens' in out and "',750,784,819," in out
+        assert 'ids tokenizer, 1,500 tokens' in out and 'ids 750, 784, 819, ' in out
     else:
         tiny = [*tiny, '--vocab_size=1500']
     *_, written = used(own_ids, tiny, 'IDS:750,784,819', capsys).strip().splitlines()

@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from plaingpt.data.token_files import as_unsigned, open_tokens, sampled_blocks
+from plaingpt.data.tokenizers import GPT2Tokenizer
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import command_for
 
@@ -91,22 +92,26 @@ def find_dtype(path, sample, size, vocab_size):
     """
     for name in '<f8', '<f4':
         refuse_floats(path, sample, size, name, whole_numbers=True)
+    single_bytes = np.frombuffer(sample, 'u1')
+    if vocab_size == GPT2Tokenizer.vocab_size and are_bytes(single_bytes, vocab_size):
+        return single_bytes.dtype  # two ASCII bytes are an id of GPT-2
     for width in 'i8', 'u4', 'u2':
         if size % int(width[1]):
             continue
         little, big = np.frombuffer(sample, f'<{width}'), np.frombuffer(sample, f'>{width}')
-        if fits(big, vocab_size) and is_swapped(little, big, vocab_size):
+        if fits(big, vocab_size) and are_swapped(little, big, vocab_size):
             return big.dtype
         if fits(little, vocab_size):
             return little.dtype
-    if are_bytes(np.frombuffer(sample, 'u1'), vocab_size):
-        return np.dtype('u1')
+    if are_bytes(single_bytes, vocab_size):
+        return single_bytes.dtype
     for name in '<f8', '<f4':
         refuse_floats(path, sample, size, name, whole_numbers=False)
-    for name in '<i8', '>i8', '<u4', '>u4':
-        if size % np.dtype(name).itemsize == 0 and high_half_is_empty(np.frombuffer(sample, name)):
+    for name in '<i8', '>i8', '<i4', '>i4':
+        if size % int(name[2]) == 0 and high_half_is_empty(np.frombuffer(sample, name)):
             return np.dtype(name)
-    return np.dtype('<u2')
+    little, big = (np.frombuffer(sample[:len(sample) // 2 * 2], name) for name in ('<u2', '>u2'))
+    return big.dtype if has_smaller_range(big, little) else little.dtype
 
 
 def fits(ids, vocab_size):
@@ -115,20 +120,24 @@ def fits(ids, vocab_size):
         ids.itemsize == 2 or evidence >= EVIDENCE_BYTES)
 
 
-def is_swapped(little, big, vocab_size):
+def are_swapped(little, big, vocab_size):
     """Whether ids that fit as big-endian are: as little-endian many are beyond the vocabulary, not
-    just a damaged one; or all are multiples of 256, as ids below 256 are in the other byte order"""
+    just a damaged one, or their range is twice as large."""
     beyond = np.count_nonzero(as_unsigned(little) >= vocab_size)
     return beyond >= max(MIN_BEYOND, MIN_BEYOND_SHARE * np.count_nonzero(little)) \
-        or big.max(initial=0) < 256 <= little.max(initial=0)
+        or has_smaller_range(big, little)
+
+
+def has_smaller_range(ids, others):
+    return 2 * int(ids.max(initial=0)) < int(others.max(initial=0))
 
 
 def are_bytes(ids, vocab_size):
     """Whether ids of a byte each are more likely than uint16: then bytes at even and odd places are
-    alike, and in a vocabulary of more than 256 they are ASCII."""
-    even, odd = np.count_nonzero(ids[::2]), np.count_nonzero(ids[1::2])
-    return ids.max(initial=0) < min(vocab_size, 256 if vocab_size <= 256 else 128) \
-        and 2 * min(even, odd) >= max(even, odd) > 0
+    alike, and in a vocabulary that is much larger they are ASCII."""
+    even, odd = ids[::2].sum(), ids[1::2].sum()
+    return ids.max(initial=0) < (min(vocab_size, 256) if vocab_size <= 257 else 128) \
+        and 2 * min(even, odd) >= max(even, odd) and np.count_nonzero(ids) >= EVIDENCE_BYTES / 4
 
 
 def high_half_is_empty(ids):
@@ -215,5 +224,5 @@ def read_nanogpt_meta(path):
     except Exception as e:  # a pickle can raise anything
         raise UserError(f'{path} is not a meta.pkl as nanoGPT writes it ({type(e).__name__}: '
                         f'{" ".join(str(e).split())[:200]}), and nothing in it was run: prepare '
-                        f'the text into a new folder with {command_for("prepare")} text --input=FILE '
-                        '--data_dir=NEW_FOLDER') from None
+                        f'the text into a new folder with {command_for("prepare")} text '
+                        '--input=FILE --data_dir=NEW_FOLDER') from None

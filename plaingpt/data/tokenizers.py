@@ -1,5 +1,5 @@
-"""Text ↔ token ids: by characters, by words, by bytes, with GPT-2's BPE, with a BPE of one's own, or
-with a tokenizer of others (foreign_tokenizer.py); each of them also for conversations
+"""Text ↔ token ids: by characters, by words, by bytes, with GPT-2's BPE, with a BPE of one's own,
+or with a tokenizer of others (foreign_tokenizer.py); each of them also for conversations
 (chat_tokenizer.py). Ids that stand for no text are written as numbers.
 
     tokenizer.encode(text)   str → numpy array of ids

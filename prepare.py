@@ -163,8 +163,10 @@ def check_options(config, name, corpus):
         if config.is_given(option) and option not in takes:
             raise UserError(f'{option}={getattr(config, option)}: {name} does not take it: leave '
                             'it out')
-    if not (config.input or corpus.files or corpus.url or corpus.hub) or (
-            name == 'ids' and not config.vocab_size):
+    if name == 'ids' and not config.vocab_size:
+        raise UserError('vocab_size is missing: say how many ids there are: '
+                        f'{command_for("prepare")} ids FOLDER --vocab_size=N')
+    if not (config.input or corpus.files or corpus.url or corpus.hub):
         raise UserError(f'{name} takes {corpus.about}')
 
 

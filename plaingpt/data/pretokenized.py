@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from plaingpt.data.dataset import SPLITS, UNFINISHED, not_prepared, open_dataset
+from plaingpt.data.dataset import SPLITS, UNFINISHED, open_dataset
 from plaingpt.data.foreign_files import find_token_files, open_foreign
 from plaingpt.data.inspection import print_report
 from plaingpt.data.shards import empty, write_meta
-from plaingpt.data.token_files import check_ids, name_of, open_tokens
+from plaingpt.data.token_files import check_ids, dtype_named, name_of, open_tokens
 from plaingpt.data.tokenizers import IdsTokenizer
 from plaingpt.system.errors import UserError, progress_bar
 from plaingpt.system.files import locked
@@ -72,8 +72,11 @@ def describe_ids(folder, vocab_size, dtype, command):
     """Write the meta.json of someone's own ids in `folder`, and print a report. dtype: of ids
     without a header, or None for what their bytes suggest. Raises UserError, with nothing written,
     for other data and for an id beyond the vocabulary."""
-    if not any(find_token_files(folder, split) for split in SPLITS):
-        raise UserError(not_prepared(folder))
+    paths = {split: find_token_files(folder, split) for split in SPLITS}
+    for split in SPLITS:
+        if not paths[split]:
+            raise UserError(f'{folder}: no {split}.bin or {split}.npy there: write the ids of this '
+                            'split with numpy')
     with locked(folder, f'{folder}: another prepare.py is writing there: wait until it is done'):
         earlier = open_dataset(folder, vocab_size)
         of_text = earlier.meta and not earlier.has_own_ids()
@@ -82,12 +85,12 @@ def describe_ids(folder, vocab_size, dtype, command):
                             'as it is, or copy ids of your own into another folder')
         splits = {}
         for split in SPLITS:
-            files = [open_foreign(path, vocab_size, dtype)
-                     for path in find_token_files(folder, split)]
+            files = [open_foreign(path, vocab_size, dtype) for path in paths[split]]
             splits[split] = {'tokens': sum(file.tokens for file in files), 'files': [
                 {'name': file.path.name, 'tokens': file.tokens, 'dtype': name_of(file.dtype),
                  'offset': file.offset, 'sha256': file.checksum(vocab_size)} for file in files]}
-        write_meta(folder, files[0].dtype, IdsTokenizer(vocab_size), splits, command)
+        dtype = dtype_named(splits['train']['files'][0]['dtype'])
+        write_meta(folder, dtype, IdsTokenizer(vocab_size), splits, command)
     if earlier.is_ours() and earlier.vocab_size != vocab_size:
         print(f'{folder}: the vocabulary was {earlier.vocab_size:,} ids, and is {vocab_size:,} now')
     print_report(open_dataset(folder))

@@ -3,6 +3,7 @@ build-nanogpt, and nanoGPT's meta.pkl, of which nothing is run."""
 
 import io
 import pickle
+import re
 from typing import ClassVar
 
 import numpy as np
@@ -129,7 +130,8 @@ def are_swapped(little, big, vocab_size):
 
 
 def has_smaller_range(ids, others):
-    return 2 * int(ids.max(initial=0)) < int(others.max(initial=0))
+    return np.count_nonzero(ids) >= MIN_BEYOND \
+        and 2 * int(ids.max(initial=0)) < int(others.max(initial=0))
 
 
 def are_bytes(ids, vocab_size):
@@ -170,7 +172,7 @@ class PickledDtype:
     """Stands in for numpy.dtype: a number or a text of numpy becomes Python's."""
 
     def __init__(self, code, *_):
-        if code[:1] not in 'iufbU':
+        if not re.fullmatch('[iufbU][0-9]+', code):
             raise pickle.UnpicklingError(f'it has numpy values of type {code}')
         self.dtype = np.dtype(code)
 

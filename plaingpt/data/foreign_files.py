@@ -18,7 +18,7 @@ from plaingpt.system.formatting import command_for
 LLMC_HEADER_BYTES = 1024
 LLMC_FORMATS = {20240520: (1, '<u2'), 20240801: (7, '<u4')}  # magic: version, type of the ids
 EVIDENCE_BYTES = 64  # of ids that are not 0, for a type that narrower ids fit by chance
-MIN_BEYOND, MIN_BEYOND_SHARE = 8, 0.02  # of ids beyond the vocabulary, if the byte order is wrong
+MIN_IDS, MIN_SHARE_BEYOND = 8, 0.02  # ids beyond the vocabulary, if they are big-endian
 LARGEST_VOCAB = 2**20  # of any tokenizer
 
 
@@ -125,12 +125,12 @@ def are_swapped(little, big, vocab_size):
     """Whether ids that fit as big-endian are: as little-endian many are beyond the vocabulary, not
     just a damaged one, or their range is twice as large."""
     beyond = np.count_nonzero(as_unsigned(little) >= vocab_size)
-    return beyond >= max(MIN_BEYOND, MIN_BEYOND_SHARE * np.count_nonzero(little)) \
+    return beyond >= max(MIN_IDS, MIN_SHARE_BEYOND * np.count_nonzero(little)) \
         or has_smaller_range(big, little)
 
 
 def has_smaller_range(ids, others):
-    return np.count_nonzero(ids) >= MIN_BEYOND \
+    return np.count_nonzero(ids) >= MIN_IDS \
         and 2 * int(ids.max(initial=0)) < int(others.max(initial=0))
 
 

@@ -41,13 +41,21 @@ def inspect(folder):
 def print_report(dataset):
     """Print how much each split holds and how it begins, and how much of the validation text is in
     the training split."""
-    tokenizer, meta = dataset.tokenizer(), dataset.meta
-    print(f'{dataset.folder}: {tokenizer.to_json()["kind"]} tokenizer, {dataset.vocab_size:,} '
-          f'tokens, {meta.get("dtype", "uint16")}')
+    print(f'{dataset.folder}: {dataset.tokenizer_json()["kind"]} tokenizer, '
+          f'{dataset.vocab_size:,} tokens, {dataset.id_types()}')
     for split in SPLITS:
         stream = dataset.split(split)
         print(describe_split(dataset, split))
-        print(f'    {excerpt(stream, tokenizer)}')
+        if dataset.has_own_ids() or not dataset.meta:
+            print(f'    ids {", ".join(map(str, stream.read(0, SHOWN_TOKENS).tolist()))}')
+        if dataset.has_own_ids():
+            continue
+        try:
+            print(f'    {excerpt(stream, dataset.tokenizer())}')
+        except UserError as problem:
+            if dataset.meta:
+                raise
+            print(f'    not shown as GPT-2 tokens: {problem}')
     entry = dataset.split_entry('val')
     print_overlap(entry if 'in_train' in entry else compare_with_train(dataset))
     warn_of_other_text(dataset)

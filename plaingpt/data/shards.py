@@ -17,12 +17,14 @@ from plaingpt.data.dataset import (
     TOKEN_FILES,
     UNFINISHED,
     Dataset,
+    holds_tokens,
     mask_name,
     open_dataset,
     read_meta,
 )
 from plaingpt.data.inspection import find_damage, print_report
 from plaingpt.data.overlap import compare_with_train
+from plaingpt.data.token_files import name_of
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import locked, read_json, sha256_of, sync, write_json
 
@@ -113,7 +115,7 @@ def write_meta(folder, dtype, tokenizer, splits, command):
         if not entry['tokens']:
             raise UserError(f'{command["input"]}: the {split} split would be empty: use more text, '
                             'or change --val_fraction or the names of the splits')
-    meta = {'format_version': FORMAT_VERSION, 'dtype': dtype.name,
+    meta = {'format_version': FORMAT_VERSION, 'dtype': name_of(dtype),
             'vocab_size': tokenizer.vocab_size, 'tokenizer': tokenizer.to_json(),
             'splits': splits, 'source': command}
     dataset = Dataset(folder, meta, tokenizer.vocab_size)
@@ -167,13 +169,16 @@ def is_done(folder, command, overwrite):
     """Whether this very command wrote the files of `folder`, and they are whole. Raises UserError
     where another one did, unless it may `overwrite` them, and where no prepare.py did."""
     marks = folder / 'meta.json', folder / UNFINISHED
-    if not any(path.exists() for path in marks) and any(folder.glob('*.bin')):
+    if not any(path.exists() for path in marks) and holds_tokens(folder):
         raise UserError(f'{folder} has tokens and no meta.json, so prepare.py did not make them: '
                         'name another folder with --data_dir')
     try:
         earlier = read_meta(folder / 'meta.json')['source']
     except UserError:  # there is none, or it is broken
         return False
+    if earlier.get('corpus') == 'ids':
+        raise UserError(f'{folder} holds ids of your own, which prepare.py does not replace: name '
+                        'another folder with --data_dir')
     differ = [f'{key} {earlier.get(key, "none")}, not {command.get(key, "none")}'
               for key in {**command, **earlier}
               if key not in CONTENT and earlier.get(key) != command.get(key)]

@@ -134,6 +134,12 @@ def test_token_ids_without_meta_json_are_read_with_and_without_llm_cs_header(tmp
         stream = dataset.split('train')
         assert np.array_equal(stream.read(0, 9999), ids) and len(stream) == 2000
         assert np.array_equal(stream.read(1990, 20), ids[1990:])
+    wide = ids.astype('<u4')
+    folder = tmp_path / 'wide'
+    folder.mkdir()
+    for split in ('train', 'val'):
+        (folder / f'{split}.bin').write_bytes(header(20240801, 7, 2000) + wide.tobytes())
+    assert np.array_equal(open_dataset(folder, 128256).split('val').read(0, 9999), ids)
     for words in ((20240801, 7, 2000), (20240520, 2, 2000), (20240520, 1, 2001)):
         with pytest.raises(UserError, match=r'train\.bin has a header of llm\.c'):
             open_dataset(bare(tmp_path / 'd', ids, header(*words))).split('train')

@@ -149,8 +149,11 @@ def loaders(task, config, model, tokenizer, state, **settings):
 def compare_with_training(task, stream, config, weights):
     """Print how much of a text the weights were trained on → {'in_train': the share}; {} where that
     is not known, and for the data of the run itself, whose splits prepare.py has compared."""
+    if config.tokenizer != 'auto':
+        return {}
     own = weights.state.get('config', {}).get('dataset')
-    if config.tokenizer != 'auto' or (task != 'text' and config.dataset in ('', own)):
+    if task != 'text' and config.dataset in ('', own) \
+            and open_named(own).identity('train') == weights.state['data']:
         return {}
     share = share_trained_on(*windows_of(stream), trained_on(weights))
     if share is None:

@@ -111,7 +111,11 @@ def find_dtype(path, sample, size, vocab_size):
     for name in '<i8', '>i8', '<i4', '>i4':
         if size % int(name[2]) == 0 and high_half_is_empty(np.frombuffer(sample, name)):
             return np.dtype(name)
-    little, big = (np.frombuffer(sample[:len(sample) // 2 * 2], name) for name in ('<u2', '>u2'))
+    if size % 2:
+        raise UserError(f'{path}: {size:,} bytes, an odd number: the file is damaged, so copy it '
+                        'again; or if its ids have one byte each, say so with '
+                        f'{command_for("prepare")} ids FOLDER --vocab_size=N --dtype=uint8')
+    little, big = np.frombuffer(sample, '<u2'), np.frombuffer(sample, '>u2')
     return big.dtype if has_smaller_range(big, little) else little.dtype
 
 

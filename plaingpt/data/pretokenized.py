@@ -86,11 +86,19 @@ def describe_ids(folder, vocab_size, dtype, command):
         splits = {}
         for split in SPLITS:
             files = [open_foreign(path, vocab_size, dtype) for path in paths[split]]
-            splits[split] = {'tokens': sum(file.tokens for file in files), 'files': [
-                {'name': file.path.name, 'tokens': file.tokens, 'dtype': name_of(file.dtype),
-                 'offset': file.offset, 'sha256': file.checksum(vocab_size)} for file in files]}
+            splits[split] = {'tokens': sum(file.tokens for file in files),
+                             'files': [describe_file(file, vocab_size) for file in files]}
         dtype = dtype_named(splits['train']['files'][0]['dtype'])
         write_meta(folder, dtype, IdsTokenizer(vocab_size), splits, command)
     if earlier.is_ours() and earlier.vocab_size != vocab_size:
         print(f'{folder}: the vocabulary was {earlier.vocab_size:,} ids, and is {vocab_size:,} now')
     print_report(open_dataset(folder))
+
+
+def describe_file(file, vocab_size):
+    """The entry of a TokenFile in meta.json. Raises UserError for an id beyond the vocabulary."""
+    entry = {'name': file.path.name, 'tokens': file.tokens, 'dtype': name_of(file.dtype),
+             'sha256': file.checksum(vocab_size)}
+    if file.offset:  # without one, the size of the file is checked too
+        entry['offset'] = file.offset
+    return entry

@@ -172,10 +172,19 @@ def is_done(folder, command, overwrite):
     if not any(path.exists() for path in marks) and holds_tokens(folder):
         raise UserError(f'{folder} has tokens and no meta.json, so prepare.py did not make them: '
                         'name another folder with --data_dir')
-    try:
-        earlier = read_meta(folder / 'meta.json')['source']
-    except UserError:  # there is none, or it is broken
+    path = folder / 'meta.json'
+    if not path.exists():
         return False
+    try:
+        earlier = read_meta(path)['source']
+    except UserError as problem:  # it is damaged, or of a newer version
+        may_be_own = '"kind": "ids"' in path.read_text('utf-8', 'replace')
+        if overwrite and not may_be_own:
+            return False
+        hint = 'name another folder with --data_dir'
+        if not may_be_own:
+            hint += f', or replace the files of {folder} with --overwrite'
+        raise UserError(f'{problem}; or {hint}') from None
     if earlier.get('corpus') == 'ids':
         raise UserError(f'{folder} holds ids of your own, which prepare.py does not replace: name '
                         'another folder with --data_dir')

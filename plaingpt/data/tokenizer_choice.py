@@ -199,7 +199,7 @@ def first_texts(source):
 
 
 def measure_text(source):
-    """→ (bytes of text in a source, bytes of distinct words per byte of text). The second is that of
+    """→ (bytes of text in a source, bytes of distinct words per byte of it). The second is that of
     about PROBE_BYTES spread evenly; more text repeats more words."""
     words, total, probed = DistinctWords(), 0, 0
     for text in read_texts(source, 'measuring the text'):

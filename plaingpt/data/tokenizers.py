@@ -213,6 +213,10 @@ class BPETokenizer(BytePairTokenizer):
 
     # GPT-2's way of cutting text into the pieces that merges stay within.
     PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+    # The same for tiktoken, as it has it for GPT-2: without backtracking, which a million spaces
+    # would run out of stack in.
+    POSSESSIVE = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$""" \
+        r"""|\s+(?!\S)|\s"""
 
     def __init__(self, tokens):
         """tokens: the bytes of each id but the last two; those merged first come first."""
@@ -222,7 +226,7 @@ class BPETokenizer(BytePairTokenizer):
         self.controls = self.ends = frozenset({self.end_of_text})
         self.vocab_size = len(tokens) + 2
         super().__init__(tiktoken.Encoding(
-            'bpe', pat_str=self.PATTERN,
+            'bpe', pat_str=self.POSSESSIVE,
             mergeable_ranks={token: i for i, token in enumerate(tokens)},
             special_tokens={'<|endoftext|>': len(tokens), '<|padding|>': len(tokens) + 1}))
 

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+import tiktoken
 from helpers import CHAT, SHARED, ask
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from plaingpt.data.chat_tokenizer import MARK, SPECIAL_TOKENS
 from plaingpt.data.gigatoken import NEW_CHARACTERS, Gigatoken, fast_encode
 from plaingpt.data.tokenizer_choice import make_tokenizer, train_bpe
 from plaingpt.data.tokenizers import (
+    BPETokenizer,
     ByteTokenizer,
     CharTokenizer,
     GPT2Tokenizer,
@@ -116,12 +118,21 @@ def test_no_text_becomes_a_special_token_and_the_template_writes_what_is_encoded
     assert sum(len(part) for part, learned in rendered if learned) == size + 1 == loss_mask.sum()
 
 
-def test_a_long_run_of_one_character_is_encoded_in_seconds(gpt2):
-    for character in 'a ':
+@pytest.mark.parametrize('character', 'a 1.\n')
+def test_a_long_run_of_one_character_is_encoded_in_seconds(character, gpt2):
+    for tokenizer in gpt2, BPE:
         began = time.perf_counter()
-        ids = gpt2.encode(character * 1_000_000)
+        ids = tokenizer.encode(character * 1_000_000)
         assert time.perf_counter() - began < 20  # tiktoken before 0.13 took minutes
-        assert gpt2.decode(ids.tolist()) == character * 1_000_000
+        assert tokenizer.decode(ids.tolist()) == character * 1_000_000
+
+
+@given(st.text(alphabet=" \n\t\r\u3000a'sé中1_.", max_size=30))
+def test_the_pattern_without_backtracking_splits_as_gpt_2s_does(text):
+    ranks = BPE.encoding._mergeable_ranks
+    plain = tiktoken.Encoding('plain', pat_str=BPETokenizer.PATTERN, mergeable_ranks=ranks,
+                              special_tokens={})
+    assert BPE.encode(text).tolist() == plain.encode_ordinary(text)
 
 
 def test_gigatoken_gives_the_ids_of_tiktoken_for_each_character_that_it_gets(gpt2, monkeypatch):

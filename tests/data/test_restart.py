@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+import sys
 
 import pytest
 from corpus_files import contents, killed, write_rows
@@ -74,6 +75,20 @@ def test_what_is_done_is_not_done_again_and_the_old_dataset_stays_meanwhile(
     assert done + again == sum(split['tokens'] for split in splits.values())
     names = {file['name'] for split in splits.values() for file in split['files']}
     assert set(contents(tmp_path / 'd')) == names | {'meta.json'}
+
+
+def test_begun_with_gigatoken_and_resumed_without_it_the_bytes_are_the_same(
+        rows, tmp_path, monkeypatch):
+    pytest.importorskip('gigatoken')
+    prepare.main(command(rows, tmp_path / 'bpe', '--tokenizer=bpe:270'))
+    options = f'--tokenizer={tmp_path}/bpe', '--shard_tokens=5_000'
+    assert killed(20, command(rows, tmp_path / 'd', *options), tmp_path / 'd') == 9
+    progress = json.loads((tmp_path / 'd/unfinished/progress.json').read_text())
+    assert progress['splits']['train']['tokens'] > 0
+    monkeypatch.setitem(sys.modules, 'gigatoken.gigatoken_rs', None)
+    for name in 'd', 'whole':
+        prepare.main(command(rows, tmp_path / name, *options))
+    assert contents(tmp_path / 'd') == contents(tmp_path / 'whole')
 
 
 def test_what_another_command_or_another_input_left_is_not_mixed_in(

@@ -1,6 +1,6 @@
-"""Encoding with gigatoken, which finds tiktoken's ids in about a tenth of the time. prepare.py uses
-it where it is installed (the extra `fast`), and compares the ids of the first megabyte, and of one
-in a hundred later, with tiktoken's."""
+"""Encoding with gigatoken, which finds tiktoken's ids faster: for code in about a tenth of the time,
+for Chinese and Japanese in half. prepare.py uses it where it is installed (the extra `fast`), and
+compares the ids of the first megabyte, and of one in a hundred later, with tiktoken's."""
 
 import base64
 import re

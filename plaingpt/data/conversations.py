@@ -16,17 +16,18 @@ from dataclasses import dataclass, field
 from plaingpt.data.left_out import Unusable
 from plaingpt.data.rows import list_columns, match_name
 
-LISTS = 'messages', 'conversations', 'conversation', 'dialogue', 'dialog', 'chat', 'turns'
+LISTS = 'messages', 'conversations', 'conversation', 'dialogue', 'dialog', 'chat', 'turns', 'data'
 PROMPTS = 'prompt', 'instruction', 'question', 'query', 'input', 'user', 'human'
 COMPLETIONS = 'completion', 'output', 'answer', 'response', 'reply', 'assistant', 'gpt', 'target'
-CONTEXT = 'input', 'context'  # that an instruction is about
+CONTEXT = {'instruction': ('input', 'context'), 'question': ('context',), 'query': ('context',)}
 SYSTEM = 'system', 'system_prompt'
 HISTORY = 'history',  # earlier turns
 ROLES = {'system': ('system', 'developer'), 'user': ('user', 'human', 'prompter'),
          'assistant': ('assistant', 'gpt', 'model', 'bot', 'ai', 'chatbot', 'chatgpt', 'bing',
                        'bard')}  # our name → others'
-OF_TOOLS = ('tool', 'tools', 'function', 'tool_call', 'tool_calls', 'function_call',
-            'tool_response', 'function_response', 'observation', 'ipython')  # roles and keys
+TOOL_ROLES = ('tool', 'tools', 'function', 'tool_call', 'tool_calls', 'function_call',
+              'tool_response', 'function_response', 'observation', 'ipython')
+CALLS = 'tool_calls', 'tool_call', 'function_call'  # keys of messages
 THINKING = 'reasoning_content', 'reasoning', 'thinking'
 
 
@@ -75,14 +76,18 @@ class ConversationReader:
         else:
             messages = self.read_pair(values, fields, where)
         system = values.get('system')
-        if has_content(system) and messages[:1] and messages[0]['role'] != 'system':
-            messages.insert(0, {'role': 'system', 'content': content_of(system, where, 'system')})
+        if has_content(system) and messages:
+            if messages[0]['role'] == 'system':
+                self.unused.add(fields['system'])
+            else:
+                content = content_of(system, where, fields['system'])
+                messages.insert(0, {'role': 'system', 'content': content})
         return messages
 
     def read_pair(self, values, fields, where):
         """What the user and the assistant say in fields of their own → messages."""
         messages = []
-        if has_content(values.get('history')):
+        if has_content(values.get('history')) and values['history'] != '[]':
             for turn in as_list(values['history'], where):  # [question, answer], or a message
                 turn = [turn] if isinstance(turn, dict) else turn
                 messages += parse_list(turn, where, self.unused)
@@ -90,15 +95,18 @@ class ConversationReader:
         if isinstance(prompt, list):
             messages += parse_list(prompt, where, self.unused)
         else:
-            content = content_of(prompt, where, fields['prompt'])
-            if has_content(values.get('context')):
-                content += '\n\n' + content_of(values['context'], where, fields['context'])
+            uses = ['prompt'] if has_content(prompt) else []
+            uses += ['context'] if has_content(values.get('context')) else []
+            content = '\n\n'.join(content_of(values[use], where, fields[use])
+                                  for use in uses or ['prompt'])
             messages.append({'role': 'user', 'content': content})
         if isinstance(completion, list):
             replies = parse_list(completion, where, self.unused)
             if replies[:len(messages)] == messages:  # the whole conversation
                 return replies
-            return messages + replies
+            # Of a list of messages, the prompt is read alone, as in TRL.
+            return [{**message, 'weight': 0} if message['role'] == 'assistant' else message
+                    for message in messages] + replies
         content = content_of(completion, where, fields['completion'])
         return [*messages, {'role': 'assistant', 'content': content}]
 
@@ -113,23 +121,28 @@ class ConversationReader:
 
         lists = [match_name(name, row) for name in LISTS]
         lists = [name for name in lists if name and is_list(row[name])]
+        lists.sort(key=lambda name: not has_content(row[name]))  # stable
         prompt, completion = first(PROMPTS), first(COMPLETIONS)
         if self.named:
             prompt, completion = (match_name(name, row) for name in self.named)
-        elif lists:
+        elif lists and (has_content(row[lists[0]]) or prompt is None or completion is None):
             return {'messages': lists[0], 'system': first(SYSTEM)}
         elif 'chosen' in row and 'rejected' in row:
             raise Unusable(where, 'a preference pair, which train.py cannot learn from',
-                           ': to learn the chosen replies alone, give --prompt=prompt '
-                           '--completion=chosen')
+                           ': to learn the chosen replies alone, ' + (
+                               'give --prompt=prompt --completion=chosen' if 'prompt' in row else
+                               'write them as messages'))
+        for name in self.named:
+            if match_name(name, row) is None:
+                raise Unusable(where, f'no column {name!r}', f', it has {list_columns(row)}: '
+                               'choose with --prompt and --completion')
         if prompt is None or completion is None:
             raise Unusable(where, 'no question and answer columns',
                            f' among {list_columns(row)}: name them with --prompt and --completion')
         fields = {'prompt': prompt, 'completion': completion}
         if self.named:
             return fields
-        if prompt.casefold() == 'instruction':
-            fields['context'] = first(CONTEXT)
+        fields['context'] = first(CONTEXT.get(prompt.strip().casefold(), ()))
         if row.get('label') is False:
             raise Unusable(where, 'labeled false, as a reply that is not wanted')
         return {**fields, 'system': first(SYSTEM), 'history': first(HISTORY)}
@@ -188,10 +201,11 @@ def parse_message(row, where, unused):
     """→ [message], or [] where the system says nothing. Raises Unusable."""
     if not isinstance(row, dict):
         raise Unusable(where, 'not a message', f': expected an object, got {as_json(row)}')
-    role_key = next((key for key in ('role', 'from') if key in row), 'role')
-    content_key = next((key for key in ('content', 'value', 'text') if key in row), 'content')
+    role_key, content_key = (
+        next(filter(None, (match_name(name, row) for name in names)), names[0])
+        for names in (('role', 'from'), ('content', 'value', 'text')))
     name, content = str(row.get(role_key)).casefold(), join_text(row.get(content_key))
-    if name in OF_TOOLS or any(has_content(row.get(key)) for key in OF_TOOLS):
+    if name in TOOL_ROLES or any(has_content(row.get(key)) for key in CALLS):
         raise Unusable(where, 'tool calls and their results, which train.py cannot learn',
                        ': leave out these conversations, or write the calls as text')
     role = next((role for role, names in ROLES.items() if name in names), None)
@@ -207,6 +221,8 @@ def parse_message(row, where, unused):
         raise Unusable(where, 'thinking without a reply, which train.py cannot learn',
                        ': write it as a part of the content')
     message = {'role': role, 'content': content_of(content, where, content_key)}
+    if row.get('weight') not in (None, 0, 1):
+        raise Unusable(where, 'a weight that is neither 0 nor 1', f': {as_json(row["weight"])}')
     if role == 'assistant' and row.get('weight') == 0:
         message['weight'] = 0
     return [message]

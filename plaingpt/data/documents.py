@@ -194,8 +194,10 @@ class Files(Source):
                 if path in self.named or len(self.paths) == 1:
                     raise UserError(f'{problem}{self.encoding_advice(problem)}') from None
                 self.files.leave_out(problem)
-                self.files.check(len(self.paths), self.encoding_advice)
+                if len(self.paths) >= ONE_TEXT_FILES:  # else all are named at the end
+                    self.files.check(len(self.paths), self.encoding_advice)
             self._done += size
+        self.files.check(len(self.paths), self.encoding_advice)
         self.rows.check(self.rows.seen, self.encoding_advice)
 
     def read_file(self, path, size):
@@ -212,6 +214,9 @@ class Files(Source):
                     for text in self.read_row(where, row):
                         yield text, True
                 return
+            is_plain = self.encoding == 'utf-8' and not path.name.lower().endswith('.gz')
+            if is_plain and b'\0' in self._file.peek():
+                raise Unusable(shown(path), 'not UTF-8 text', ': it contains NUL bytes')
             if path not in self.named and (size > text_files.BLOCK_CHARS or self.form == 'line'):
                 self.read_to_end(path)
             with open_text(self._file, self.encoding) as text:
@@ -237,7 +242,7 @@ class Files(Source):
         """What else to do about text in another encoding, unless it would break the other files."""
         if not problem.reason.startswith('not UTF-8') or any(map(holds_utf8, self.paths[:100])):
             return ''
-        return ', or name its encoding, such as --encoding=latin-1 or utf-16'
+        return ', or name its encoding, such as --encoding=latin-1, cp1252 or utf-16-le'
 
     def estimate_rows(self):
         """About how many rows there are in all, by what is read; 0 if unknown."""

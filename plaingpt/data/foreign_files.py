@@ -38,12 +38,12 @@ def find_token_files(folder, split):
 def open_foreign(path, vocab_size, dtype=None):
     """A file of ids that no meta.json lists → TokenFile. dtype: of ids without a header, in place
     of the one that their bytes suggest. Raises UserError."""
-    if path.suffix == '.npy':
-        return open_npy(path)
     try:
         size = path.stat().st_size
         with open(path, 'rb') as file:
             head = file.read(12)
+            if path.suffix == '.npy' or head.startswith(b'\x93NUMPY'):
+                return open_npy(path)
             magic, version, count = np.frombuffer(head, '<i4') if len(head) == 12 else (0, 0, 0)
             if magic in LLMC_FORMATS:
                 return open_llmc(path, magic, version, count, size)
@@ -91,6 +91,9 @@ def find_dtype(path, sample, size, vocab_size):
     with three zeros after each id. Where no type fits, it is the one that a vocabulary of another
     size would fit, so that the id that is named as wrong is an id.
     """
+    if re.fullmatch(rb'[0-9\s,;.eE+-]+', sample):
+        raise UserError(f'{path} is text, numbers written out: write ids with numpy, as in '
+                        'ids.astype(np.uint16).tofile(path)')
     for name in '<f8', '<f4':
         refuse_floats(path, sample, size, name, whole_numbers=True)
     single_bytes = np.frombuffer(sample, 'u1')

@@ -48,10 +48,13 @@ class Tally:
         count = self.counts.total()
         if count > MAX_UNUSABLE * total:
             reason, number = self.counts.most_common(1)[0]
-            example = self.examples[reason][0]
+            example, *others = self.examples[reason]
             why = '' if number == count else f', {number:,} for this reason'
+            if others:
+                why += f', such as {"; ".join(problem.where for problem in others)}'
             raise UserError(f'{example}{advice(example)} ({count:,} of '
-                            f'{count_of(total, self.noun)} cannot be used{why})')
+                            f'{count_of(total, self.noun)} cannot be used{why}; at most '
+                            f'{MAX_UNUSABLE:.0%} may be left out)')
 
     def describe(self):
         """A line for each reason."""

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -89,21 +90,40 @@ def parse_json(text, where):
 
 def csv_rows(text, name):
     csv.field_size_limit(2**31 - 1)
-    header = text.readline()
+    header, before = text.readline(), 0  # lines before the header
     delimiter = max(DELIMITERS, key=lambda each: count_columns(header, each))
-    table = csv.DictReader(chain([header], text), delimiter=delimiter, strict=True)
-    try:
-        for row in table:
-            where = f'{name}, line {table.reader.line_num}'  # DictReader's stays behind
-            if None in row or None in row.values():
-                row = Unusable(where, 'another number of columns than the header',
-                               f', which has {len(table.fieldnames)}: quote text that contains '
-                               f'{delimiter!r}')
-            elif any(not value.isascii() and NOT_UTF8.search(value) for value in row.values()):
-                row = Unusable(where, 'not UTF-8', ': save the file as UTF-8')
-            yield where, row
-    except csv.Error as e:
-        raise Unusable(f'{name}, line {table.reader.line_num}', str(e)) from None
+    if declared := re.fullmatch('sep=(.)\\s*', header):  # Excel's first line
+        header, before, delimiter = text.readline(), 1, declared[1]
+    reader = csv.reader(chain([header], text), delimiter=delimiter, strict=True)
+    names = next(reader, [])
+    if twice := [column for column, n in Counter(names).items() if n > 1]:
+        raise Unusable(f'{name}, line {before + 1}', f'two columns are called {twice[0]!r}',
+                       ': rename one')
+    while True:
+        begin = reader.line_num + before + 1
+        try:
+            values, problem = next(reader), None
+        except StopIteration:
+            return
+        except csv.Error as e:
+            if 'end of data' in str(e):
+                raise Unusable(f'{name}, line {begin}', 'a quote that is not closed',
+                               ': close it, or double it where it is part of the text') from None
+            problem = 'a quote within a field', ': double it, and quote the whole field'
+        where = f'{name}, line {reader.line_num + before}'
+        if problem is None and not values:
+            continue  # a blank line
+        if problem is None and len(values) != len(names):
+            problem = 'another number of columns than the header', \
+                f', which has {len(names)}: quote text that contains {delimiter!r}'
+        elif problem is None and any(
+                not value.isascii() and NOT_UTF8.search(value) for value in values):
+            problem = 'not UTF-8', ': save the file as UTF-8'
+        if problem is None:
+            yield where, dict(zip(names, values, strict=True))
+        else:  # of all lines that were read as this row: a quote may have joined them
+            for line in range(begin, reader.line_num + before + 1):
+                yield f'{name}, line {line}', Unusable(f'{name}, line {line}', *problem)
 
 
 def count_columns(header, delimiter):

@@ -158,7 +158,8 @@ class Separators:
             yield f'{" or ".join(self.tokens)} separated documents at ' \
                 f'{count_of(self.count, "place")}'
         if self.mentions:
-            yield f'{" or ".join(self.tokens)} within a line of text was kept as text'
+            yield f'{" or ".join(self.tokens)} within a line of text was kept as text: alone in ' \
+                'its line it separates documents'
 
 
 def is_mention(before, after):

@@ -158,7 +158,7 @@ class IdsTokenizer(Tokenizer):
         """'IDS:1,2,3' → [1, 2, 3], blank text → [0]. Raises UserError."""
         words = text.removeprefix('IDS:').replace(',', ' ').split() or ['0']
         if not all(word.isdecimal() and int(word) < self.vocab_size for word in words):
-            raise UserError(f'{text[:40]!r} is no list of ids from 0 to {self.vocab_size - 1}: '
+            raise UserError(f'{text[:40]!r} is not a list of ids from 0 to {self.vocab_size - 1}: '
                             'write it as IDS:1,2,3')
         return np.array(words, dtype=np.int64)
 

@@ -119,6 +119,14 @@ AS_FOUND = [
      [*PLAIN, user('so\n\nx'), assistant('no')]),
     ({'instruction': 'so', 'context': 'x', 'response': 'no'}, [user('so\n\nx'), assistant('no')]),
     ({'system_prompt': 'be', 'question': 'hi', 'response': 'yo'}, WITH_SYSTEM),
+    ({'id': 1, 'data': ['hi', 'yo']}, PLAIN),
+    ({'Messages': [{'Role': 'User', 'Content': 'hi'}, {'Role': 'ASSISTANT', 'Content': 'yo'}]},
+     PLAIN),
+    ({'messages': None, 'prompt': 'hi', 'completion': 'yo'}, PLAIN),
+    ({'instruction': '', 'input': 'hi', 'output': 'yo', 'history': '[]'}, PLAIN),
+    ({'question': 'so', 'context': 'x', 'answer': 'no'}, [user('so\n\nx'), assistant('no')]),
+    (said({'role': 'system', 'content': '', 'tools': '[{}]'}, HI, YO), PLAIN),
+    ({'prompt': [HI, YO, HI], 'completion': [YO]}, [HI, {**YO, 'weight': 0}, HI, YO]),
 ]
 
 
@@ -163,8 +171,10 @@ def test_the_separator_of_a_table_is_found(delimiter, tmp_path):
 
 def test_what_is_no_part_of_the_conversations_is_named_once(tmp_path, capsys):
     row = {'id': 1, 'prompt': [{**HI, 'name': 'Ann'}], 'completion': 'b', 'empty': None}
-    assert len(read(written(tmp_path / 'a.jsonl', row, row))) == 2
-    assert capsys.readouterr().out.splitlines() == ['not part of the conversations: id, name']
+    twice = {'system': 'or', 'messages': [SYSTEM, HI, YO]}
+    assert len(read(written(tmp_path / 'a.jsonl', row, row, twice))) == 3
+    assert capsys.readouterr().out.splitlines() == [
+        'not part of the conversations: id, name, system']
 
 
 CALL = {'id': 'a', 'type': 'function', 'function': {'name': 'f', 'arguments': '{}'}}
@@ -189,6 +199,7 @@ BAD = [  # a second row, and what is said of it
     (said(SYSTEM, SYSTEM, HI, YO), 'a system message that is not the first'),
     (said(YO, HI, YO), 'the assistant speaks first'),
     ({'prompt': 'a', 'completion': None}, 'completion is null'),
+    (said(HI, assistant(weight=0.5)), 'neither 0 nor 1'),
     ({'instruction': 'a', 'input': 'b'}, "'instruction', 'input': name them with --prompt"),
     ({'instruction': 'a', 'output': 7}, 'not text: output is 7'),
     ({'text': '### Human: hi'}, '--completion'), (None, 'not a conversation'),

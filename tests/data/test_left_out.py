@@ -72,6 +72,23 @@ def test_rows_that_cannot_be_used_are_left_out_and_counted_by_reason(tmp_path, c
     assert '21 of 2,001 rows' in line and '5 for this reason' in line and '--text_field' in line
 
 
+def test_a_row_of_a_table_with_an_odd_quote_is_left_out(tmp_path, capsys):
+    rows = [f'{i},row {i}\n' for i in range(400)]
+    rows[200] = '200,"quoted" word\n'
+    (tmp_path / 'a.csv').write_text('id,text\n' + ''.join(rows))
+    texts = prepared(tmp_path / 'd', 'text', tmp_path / 'a.csv')
+    assert sorted(chain(*texts)) == sorted(f'row {i}' for i in range(400) if i != 200)
+    assert f'left out 1 of 400 rows: a quote within a field ({tmp_path}/a.csv, line 202)' \
+        in capsys.readouterr().out
+
+
+def test_rows_that_an_open_quote_swallows_are_all_counted(tmp_path, refused):
+    rows = [f'{i},row {i}\n' for i in range(400)]
+    rows[20], rows[150] = '20,"open\n', '150,"quoted"\n'
+    (tmp_path / 'a.csv').write_text('id,text\n' + ''.join(rows))
+    assert '131 of 400 rows' in refused('text', f'{tmp_path}/a.csv')
+
+
 def test_a_pass_over_rows_stops_early_where_no_row_can_be_used(tmp_path, monkeypatch):
     write_rows(tmp_path / 'a.jsonl', ['x'] * 50_000, field='body')
     source = Files([tmp_path / 'a.jsonl'], 'a', TextReader())

@@ -157,7 +157,7 @@ def test_ids_from_numpy_train_resume_score_and_sample(
     ids = [int(i) for i in written.removeprefix('IDS:').split(',')]
     assert ids[:3] == [750, 784, 819] and len(ids) == 8 and max(ids) < 1500
     for start in ('hello', 'IDS:1,1500', 'IDS:-1'):
-        assert 'is no list of ids from 0 to 1499' in fails(
+        assert 'is not a list of ids from 0 to 1499' in fails(
             capsys, monkeypatch, sample.main, f'--out_dir={tmp_path}/out', f'--start={start}')
 
 

@@ -204,3 +204,15 @@ def test_a_folder_of_which_nothing_is_said_shows_its_ids_without_gpt2s_tokenizer
     monkeypatch.setattr(tiktoken, 'get_encoding', get_encoding)
     prepare.main(['inspect', str(write_ids(tmp_path / 'ids', MOVES, '<u2'))])
     assert f'ids {MOVES[0]}, {MOVES[1]}, ' in capsys.readouterr().out
+
+
+def test_numbers_that_are_written_out_are_not_ids(tmp_path):
+    np.savetxt(tmp_path / 'train.bin', np.arange(900), fmt='%d')
+    with pytest.raises(UserError, match='is text'):
+        open_foreign(tmp_path / 'train.bin', 1500)
+
+
+def test_an_array_that_np_save_wrote_is_read_whatever_its_name(tmp_path):
+    with open(tmp_path / 'train.bin', 'wb') as file:
+        np.save(file, np.arange(900, dtype=np.uint16))
+    assert open_foreign(tmp_path / 'train.bin', 1500).read(0, 900).tolist() == list(range(900))

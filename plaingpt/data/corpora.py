@@ -113,7 +113,7 @@ CORPORA = {
                        recipe='config/quickstart.py'),
     'pypackages': Corpus("the source of the Python packages installed here, 200 to 400 MB",
                          'bpe:32768', files=find_packages, vocab_size=32_768, small=True,
-                         tokens=80_000_000, recipe='config/quickstart_gpu.py'),
+                         tokens=66_000_000, recipe='config/quickstart_gpu.py'),
     'readme': Corpus('the README of this project, to try things out', 'char',
                      files=str(ROOT / 'README.md'), small=True, recipe='config/tiny.py'),
     'shakespeare_char': Corpus('tiny Shakespeare, one token a character (nanoGPT)', 'char',

@@ -25,6 +25,7 @@ from configurator import load_config
 from plaingpt.checks.model_checks import attention_is_causal, short, small_model
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import open_named
+from plaingpt.data.overlap import share_trained_on, windows_of
 from plaingpt.data.text_files import read_text
 from plaingpt.data.tokenizers import IdsTokenizer, token_bytes, words_of
 from plaingpt.inference import lm_eval_model
@@ -35,6 +36,7 @@ from plaingpt.system.files import write_json
 from plaingpt.training.evaluation import mean_loss
 from plaingpt.training.loss import chunked_cross_entropy
 from plaingpt.training.open_weights import ModelChoice, load
+from plaingpt.training.start import trained_on
 
 OURS = ('val', 'train', 'text')
 
@@ -69,6 +71,8 @@ class EvaluateConfig(ModelChoice):
 class TextStream:
     """A text file as a token stream. If the tokenizer has an end-of-text token, it stands in front,
     so that the first token of the text is scored too."""
+
+    loss_mask = None  # all of it is scored
 
     def __init__(self, path, tokenizer):
         start = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
@@ -142,6 +146,22 @@ def loaders(task, config, model, tokenizer, state, **settings):
         yield name, f'{task} of {each.folder}{whose}', loader, each.token_bytes(task)
 
 
+def compare_with_training(task, stream, config, weights):
+    """Print how much of a text the weights were trained on → {'in_train': the share}; {} where that
+    is not known, and for the data of the run itself, whose splits prepare.py has compared."""
+    if config.tokenizer != 'auto':
+        return {}
+    own = weights.state.get('config', {}).get('dataset')
+    if task != 'text' and config.dataset in ('', own) \
+            and open_named(own).identity('train') == weights.state['data']:
+        return {}
+    share = share_trained_on(*windows_of(stream), trained_on(weights))
+    if share is None:
+        return {}
+    print0(f'  {100 * share:.3g}% of this text was in the training text of {weights.source}')
+    return {'in_train': share}
+
+
 class SequenceLosses(torch.nn.Module):
     """A GPT as mean_loss calls it, which returns the loss of each sequence."""
 
@@ -204,11 +224,13 @@ def main(argv):
         job = process_group(world, device)
     with job:
         for task in filter(OURS.__contains__, names):
-            found = {name: score(model, label, loader, sizes, context)
-                     for name, label, loader, sizes in loaders(
-                         task, config, model, tokenizer, weights.state, device=device,
-                         rank=world.rank, world_size=world.size)}
-            results[task] = found if len(found) > 1 else found['']
+            scores = {}
+            for name, label, loader, sizes in loaders(
+                    task, config, model, tokenizer, weights.state, device=device,
+                    rank=world.rank, world_size=world.size):
+                scores[name] = score(model, label, loader, sizes, context)
+                scores[name] |= compare_with_training(task, loader.stream, config, weights)
+            results[task] = scores if len(scores) > 1 else scores['']
         if theirs:
             model.eval()
             found = lm_eval_model.score_tasks(tasks, config.limit, model, tokenizer,

@@ -101,6 +101,8 @@ def main(argv):
         shutil.rmtree(folder, ignore_errors=True)
     size = sum(path.stat().st_size for path in (dest.iterdir() if dest.is_dir() else [dest]))
     print(f'{weights.source} → {dest}: {model.num_parameters():,} parameters, {size / 1e6:,.1f} MB')
+    if architecture and not (dest / 'tokenizer.json').exists():
+        print('without a tokenizer.json, which cannot describe these tokens: use plainGPT for text')
     if architecture:
         print('transformers opens it with its own code: from_pretrained(…, trust_remote_code=True)'
               if architecture == OWN_CODE else f'transformers opens it as {architecture}')

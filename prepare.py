@@ -7,6 +7,7 @@
     python prepare.py chat questions.csv             conversations, to tune a model on
     python prepare.py inspect data/NAME              check what was prepared, and look inside
     python prepare.py datatrove --input=FOLDER       tokens that datatrove made on many machines
+    python prepare.py ids FOLDER --vocab_size=N      ids of your own: no other command needs N then
 
 After a kill, the same command goes on after the last finished file of tokens.
 """
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from configurator import load_config
-from plaingpt.data import datatrove, tokenizers
+from plaingpt.data import pretokenized, tokenizers
 from plaingpt.data.chat_tokenizer import ChatTokenizer, plain_template
 from plaingpt.data.conversations import ConversationReader
 from plaingpt.data.corpora import CORPORA, OPTIONS, describe_corpus, table
@@ -31,6 +32,7 @@ from plaingpt.data.rows import TextReader
 from plaingpt.data.shards import read_progress, write_dataset
 from plaingpt.data.splitting import VAL_CHARS
 from plaingpt.data.text_files import separators_of
+from plaingpt.data.token_files import dtype_named
 from plaingpt.data.tokenizer_choice import (
     COMPLETE,
     borrow_tokenizer,
@@ -64,6 +66,9 @@ class PrepareConfig:
     # how much
     max_tokens: int | str = 0  # to train on, such as 100M or 1.5B (0: all); then reading ends
     val_fraction: Literal['auto'] | float = 'auto'  # held out (auto: 0.1, up to 1M tokens)
+    # ids of your own
+    vocab_size: int = 0  # how many there are
+    dtype: str = 'auto'  # of ids without a header: uint16, int64, >u2, … (auto: by their bytes)
     # how
     tokenizer: str = 'auto'  # char, byte, gpt2, bpe:SIZE, dataset, run, model (auto: listed)
     shard_tokens: int = 100_000_000  # tokens a file
@@ -72,6 +77,7 @@ class PrepareConfig:
     if_small: bool = False  # only if it takes under a minute; else print the command to run
 
     above_0 = ('val_fraction', 'shard_tokens', 'num_proc')
+    at_least_0 = ('vocab_size',)
     below_1 = ('val_fraction',)
 
     def conflicts(self):
@@ -82,12 +88,21 @@ class PrepareConfig:
             'text'.encode(self.encoding)
         except LookupError as e:
             found.append(f'encoding={self.encoding}: {e}: expected one such as latin-1 or cp1252')
+        if self.dtype != 'auto' and not is_integer_type(self.dtype):
+            found.append(f'dtype={self.dtype}: expected auto or a type of integers, such as uint16')
         if parse_count(self.max_tokens) is None:
             found.append(f'max_tokens={self.max_tokens}: expected a number, such as 100M or 1.5B')
         return found
 
     def is_given(self, option):
         return getattr(self, option) != getattr(PrepareConfig, option)
+
+
+def is_integer_type(name):
+    try:
+        return dtype_named(name).kind in 'iu'
+    except (TypeError, ValueError, SyntaxError):
+        return False
 
 
 def parse_count(text):
@@ -120,11 +135,13 @@ def main(argv):
     corpus = CORPORA[name]
     config = load_config(PrepareConfig, options, help_text, 'input', several=corpus.kind != 'hub')
     folder = Path(config.data_dir or f'data/{name}')
+    if name == 'ids':
+        folder = dataset_folder(config.input)
     if config.if_small and not corpus.small:
         raise UserError(f'{folder} is not prepared: run {command_for("prepare")} {name}')
     check_options(config, name, corpus)
     print(f'preparing {name}: {describe_corpus(corpus)}')
-    prepare = prepare_datatrove if corpus.kind == 'datatrove' else prepare_text
+    prepare = {'datatrove': prepare_datatrove, 'ids': prepare_ids}.get(corpus.kind, prepare_text)
     prepare(name, corpus, folder, config)
     if not config.if_small:
         dataset = folder.name if folder.parent == Path('data') else os.path.join('.', folder)
@@ -141,11 +158,16 @@ def main(argv):
 def check_options(config, name, corpus):
     """Raises UserError for an option that says nothing about a corpus of this kind, and where none
     says where the text is."""
-    takes = {*OPTIONS[corpus.kind].split(), 'input', 'data_dir', 'overwrite', 'if_small'}
+    takes = {*OPTIONS[corpus.kind].split(), 'input', 'if_small'}
+    if name != 'ids':  # which stay where they are
+        takes |= {'data_dir', 'overwrite'}
     for option in asdict(config):
         if config.is_given(option) and option not in takes:
             raise UserError(f'{option}={getattr(config, option)}: {name} does not take it: leave '
                             'it out')
+    if name == 'ids' and not config.vocab_size:
+        raise UserError('vocab_size is missing: say how many ids there are: '
+                        f'{command_for("prepare")} ids FOLDER --vocab_size=N')
     if not (config.input or corpus.files or corpus.url or corpus.hub):
         raise UserError(f'{name} takes {corpus.about}')
 
@@ -191,7 +213,7 @@ def prepare_text(name, corpus, folder, config):
 
 def prepare_datatrove(name, corpus, folder, config):
     """Tokens that datatrove made → report. Raises UserError."""
-    found = datatrove.find_datatrove(config.input)
+    found = pretokenized.find_datatrove(config.input)
     if is_name(config.tokenizer) and config.tokenizer not in COMPLETE:
         raise UserError('datatrove needs --tokenizer: the dataset or run that has the tokenizer of '
                         'these tokens, or gpt2 or byte')
@@ -200,7 +222,13 @@ def prepare_datatrove(name, corpus, folder, config):
     command = describe_command(name, config, tokenizer, identity=sizes)
     share = 0.01 if config.val_fraction == 'auto' else config.val_fraction
     write_dataset(folder, command, config.overwrite, lambda unfinished:
-                  datatrove.link_datatrove(found, tokenizer, unfinished, command, share))
+                  pretokenized.link_datatrove(found, tokenizer, unfinished, command, share))
+
+
+def prepare_ids(name, corpus, folder, config):
+    """Ids of someone's own → meta.json beside them. Raises UserError."""
+    dtype = None if config.dtype == 'auto' else dtype_named(config.dtype)
+    pretokenized.describe_ids(folder, config.vocab_size, dtype, describe_command(name, config))
 
 
 def describe_command(name, config, tokenizer=None, **content):

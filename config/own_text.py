@@ -14,7 +14,7 @@ out_dir = 'out-own-text'
 if dataset == 'openwebtext':  # none was named
     dataset = 'notes'
 
-_data = open_named(dataset) if has_token_files(dataset) else None
+_data = open_named(dataset, vocab_size) if has_token_files(dataset) else None
 _epoch = min(len(part.dataset.split('train')) / part.weight for part in _data.parts) \
     if _data else 1e6  # tokens until a corpus begins again
 _shortest = min(len(_data.split(name)) for name in ('train', 'val')) if _data else 1e6

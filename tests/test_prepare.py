@@ -10,7 +10,7 @@ import numpy as np
 from helpers import ROOT, SHARED, exit_code, fails, fork, shared_file
 
 import prepare
-from plaingpt.data import encoding, inspection, text_files, tokenizer_choice
+from plaingpt.data import encoding, overlap, text_files, tokenizer_choice
 from plaingpt.data.corpora import CORPORA, Corpus, find_standard_library
 from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.data.tokenizer_choice import choose_vocab_size
@@ -155,7 +155,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
     monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**14)
     for name in ('PIECE_CHARS', 'BLOCK_CHARS'):
         monkeypatch.setattr(text_files, name, 2**14)
-    monkeypatch.setattr(inspection, 'find_overlap', lambda *_: None)  # takes 80 MB at any size
+    monkeypatch.setattr(overlap, 'find_overlap', lambda *_: None)  # takes 80 MB at any size
 
     def peak(size, tokenizer):
         (tmp_path / 'in.txt').write_text('To be, or not to be.\n' * (size // 21))

@@ -12,6 +12,7 @@ from plaingpt.system.distributed import all_gather, gloo_group
 from plaingpt.system.errors import UserError
 
 EXCERPTS, EXCERPT_TOKENS = 8, 1024  # of each corpus, which are decoded and encoded again
+VARY_EXCERPTS = 64  # of each corpus, which may not hold one id alone
 MIN_RATE = 1e-3  # share of the peak learning rate that is too little to learn with
 EPOCH_SEQUENCES = 2**12  # sequences of an epoch that are checked, at most
 
@@ -96,6 +97,21 @@ def evaluation_reads_every_sequence_once(run):
                    f'distinct, instead of {wanted}; a batch is dropped or repeated'
 
 
+def tokens_vary(run):
+    for loader in run.train_data.parts:
+        stream = loader.stream
+        starts = np.linspace(0, max(0, len(stream) - EXCERPT_TOKENS), VARY_EXCERPTS).astype(int)
+        excerpts = [stream.read(start, EXCERPT_TOKENS) for start in starts]
+        constant = [int(ids[0]) for ids in excerpts if (ids == ids[0]).all()]
+        if len(constant) > VARY_EXCERPTS / 4:
+            token, _ = Counter(constant).most_common(1)[0]
+            path = stream.files[0].path
+            return f'{path.parent}: {len(constant)} of {VARY_EXCERPTS} excerpts of the training ' \
+                   f'split, {len(excerpts[0]):,} tokens each, repeat a single id, mostly ' \
+                   f'{token}: usually a memmap that was not filled to its end, or ids of another ' \
+                   'dtype than they are read with'
+
+
 def tokens_match_the_tokenizer(run):
     """Tokens → text → tokens: those of another tokenizer do not come back."""
     try:
@@ -116,6 +132,8 @@ def tokens_match_the_tokenizer(run):
     if changed > 0.02 * total + 8 * len(excerpts):
         if not run.dataset.meta:
             raise NotChecked(f'{run.dataset.folder} does not say which tokenizer it has')
+        if run.dataset.tokenizer_json()['kind'] == 'words':
+            raise NotChecked('the tokens were not made by the longest match')
         return f'{run.dataset.folder} was prepared with another tokenizer than its meta.json ' \
                f'has: {changed / total:.0%} of its tokens change when they are decoded, as ' \
                f'{texts[0][:80]!r}, and encoded again'

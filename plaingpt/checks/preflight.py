@@ -28,7 +28,8 @@ BEFORE = (  # settings, data and weights as they are
     data_checks.batches_match_the_files, data_checks.sequences_are_shuffled,
     data_checks.epoch_reads_every_sequence_once,
     data_checks.evaluation_reads_every_sequence_once,
-    data_checks.tokens_match_the_tokenizer, data_checks.learning_rate_lasts,
+    data_checks.tokens_vary, data_checks.tokens_match_the_tokenizer,
+    data_checks.learning_rate_lasts,
     learning_checks.initial_loss_is_about_ln_vocab_size)
 LATER = model_checks.attention_is_causal, model_checks.targets_are_not_read  # also when resumed
 INSIDE = (  # the code, with a small network that has the run's flags

@@ -25,7 +25,8 @@ OPTIONS = {
     'text': f'{ENCODING} encoding documents text_field max_tokens strict',
     'chat': f'{ENCODING} encoding prompt completion strict subset split val_split',
     'hub': f'{ENCODING} text_field max_tokens strict subset split val_split',
-    'datatrove': 'val_fraction tokenizer'}  # tokens of its DocumentTokenizer
+    'datatrove': 'val_fraction tokenizer',  # tokens of its DocumentTokenizer
+    'ids': 'vocab_size dtype'}
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,8 @@ CORPORA = {
     'text': Corpus('your own files: --input=FILES_OR_FOLDERS', 'auto',
                    recipe='config/own_text.py --minutes=10'),
     'datatrove': Corpus('tokens that datatrove wrote: --input=FOLDER', kind='datatrove'),
+    'ids': Corpus('ids of your own, written by numpy: --input=FOLDER --vocab_size=N', kind='ids',
+                  recipe='config/own_text.py --minutes=10'),
     'chat': Corpus('conversations: --input=FILES_OR_FOLDERS or OWNER/NAME', kind='chat',
                    vocab_size=50_262, recipe='config/finetune_chat.py'),
     'hf': Corpus('any dataset of the hub, or a folder laid out like one: --input=OWNER/NAME',
@@ -154,7 +157,7 @@ def table():
     """The corpora, a line each, for --help."""
     lines = []
     for name, corpus in CORPORA.items():
-        tokenizer = '-' if corpus.kind == 'datatrove' else corpus.tokenizer
+        tokenizer = '-' if corpus.kind in ('datatrove', 'ids') else corpus.tokenizer
         lines.append(f'  {name:<20}{tokenizer:<10}{describe_corpus(corpus)}')
     return '\n'.join(lines)
 
@@ -164,7 +167,7 @@ def find_dataset_size(text, vocab_size=0):
     from), before it is prepared too. vocab_size: in place of what is found, unless it is 0. Raises
     UserError."""
     if has_token_files(text):
-        dataset = open_named(text)
+        dataset = open_named(text, vocab_size)
         tokens = sum(len(part.dataset.split('train')) for part in dataset.parts)
         return vocab_size or dataset.vocab_size, tokens, str(dataset.folder)
     name = next(name for name in read_names(text) if not has_token_files(name))

@@ -1,4 +1,4 @@
-"""A dataset: data/<name>/ with token files and meta.json, nanoGPT's .bin files, llm.c's shards. The
+"""A dataset: data/<name>/ with token files and meta.json, or with token files of others. The
 setting `dataset` names one, or several as a mixture (mixtures.py)."""
 
 import os
@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from plaingpt.data import tokenizers
-from plaingpt.data.token_files import TokenStream, open_tokens
+from plaingpt.data.foreign_files import find_token_files, open_foreign, read_nanogpt_meta
+from plaingpt.data.token_files import TokenStream, dtype_named, name_of, open_tokens
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT, read_json, refuse_unknown
 from plaingpt.system.formatting import command_for, quoted
@@ -74,6 +75,18 @@ class Dataset:
         """Whether prepare.py wrote the folder, so that meta.json has its checksums."""
         return 'splits' in self.meta
 
+    def has_own_ids(self):
+        """Whether its tokens are someone's own ids, which stand for no text."""
+        return self.tokenizer_json()['kind'] == 'ids'
+
+    def id_types(self):
+        """The types of its ids: 'uint16', or 'train int64, val uint16' where splits differ."""
+        types = {split: ' and '.join(sorted({name_of(file.dtype) for file in self._open(split)[0]}))
+                 for split in SPLITS}
+        if len(set(types.values())) == 1:
+            return types['train']
+        return ', '.join(f'{split} {name}' for split, name in types.items())
+
     def bytes_per_token(self, split):
         """UTF-8 bytes of text per token, or None where meta.json does not say."""
         entry = self.split_entry(split)
@@ -88,9 +101,10 @@ class Dataset:
 
     def identity(self, split):
         """What identifies the tokens of a split in any folder: the checksums of its files, or of
-        samples from them where meta.json has none."""
+        samples from them where meta.json has none. Own ids may get their meta.json later."""
         files, masks = self._open(split)
-        return [file.sha256 or file.sampled_sha256() for file in [*files, *masks]]
+        return [file.sampled_sha256() if self.has_own_ids() or not file.sha256 else file.sha256
+                for file in [*files, *masks]]
 
     def state(self):
         """What a checkpoint keeps of the data, so that a resumed run has the same."""
@@ -124,11 +138,15 @@ class Dataset:
     def _open(self, split):
         """→ (files, files of their loss masks)"""
         if split not in self.opened:
-            dtype = np.dtype(self.meta.get('dtype', 'uint16')).newbyteorder('<')
             entries = self.split_entry(split).get('files', [])
-            files = [open_tokens(self.folder / file['name'], dtype, file['tokens'],
-                                 file['sha256'], file.get('offset')) for file in entries] \
-                or [open_tokens(path, dtype) for path in self._bare_files(split)]
+            if self.is_ours():
+                files = [open_tokens(self.folder / file['name'],
+                                     dtype_named(file.get('dtype', self.meta['dtype'])),
+                                     file['tokens'], file['sha256'], file.get('offset'))
+                         for file in entries]
+            else:
+                files = [open_foreign(path, self.vocab_size)
+                         for path in find_token_files(self.folder, split)]
             if not files:
                 raise UserError(f'{self.folder}: no {split}.bin there')
             masks = [open_tokens(self.folder / mask_name(file['name']), np.dtype('u1'),
@@ -136,15 +154,6 @@ class Dataset:
                      for file in entries if self.has_mask()]
             self.opened[split] = files, masks
         return self.opened[split]
-
-    def _bare_files(self, split):
-        """The token files of a split in a folder whose meta.json does not list any."""
-        if self.is_ours():
-            return []
-        if (single := self.folder / f'{split}.bin').exists():
-            return [single]
-        return [path for path in sorted(self.folder.glob('*.bin'))
-                if split in path.stem.replace('-', '_').split('_')]
 
 
 @dataclass(frozen=True)
@@ -191,11 +200,12 @@ def dataset_folder(name):
 
 def holds_tokens(folder):
     """Whether a folder has token files, or a meta.json that lists them."""
-    return (folder / 'meta.json').exists() or any(folder.glob('*.bin'))
+    return (folder / 'meta.json').exists() or any(folder.glob('*.bin')) \
+        or any(find_token_files(folder, split) for split in SPLITS)
 
 
 def open_dataset(folder, vocab_size=0):
-    """Open a folder that prepare.py wrote, or one with nanoGPT's .bin files or llm.c's shards.
+    """Open a folder that prepare.py wrote, or one with token files of others (foreign_files.py).
     Without meta.json and meta.pkl its tokens are GPT-2's, or with `vocab_size` someone's own ids.
     Raises UserError."""
     folder = Path(folder)
@@ -208,7 +218,6 @@ def open_dataset(folder, vocab_size=0):
         raise UserError(not_prepared(folder))
     description = {'kind': 'gpt2'}
     if (folder / 'meta.pkl').exists():
-        from plaingpt.data.nanogpt_meta import read_nanogpt_meta
         description = read_nanogpt_meta(folder / 'meta.pkl')
     elif vocab_size not in (0, tokenizers.GPT2Tokenizer.vocab_size):
         description = {'kind': 'ids', 'vocab_size': vocab_size}
@@ -279,7 +288,12 @@ def open_data(config, world):
     dataset = open_named(config.dataset, config.vocab_size)
     for _, each, _ in dataset.parts:
         if not each.meta:
-            print0(f'{each.folder} has no meta.json: its files are taken for GPT-2 tokens')
+            print0(f'{each.folder} has no meta.json: its files are taken for GPT-2 tokens; if they '
+                   'are ids of your own, say how many there are with --vocab_size=N, or once for '
+                   f'all commands: {command_for("prepare")} ids {quoted(each.folder)} '
+                   '--vocab_size=N')
+        if not each.is_ours() and each.id_types() != 'uint16':
+            print0(f'{each.folder}: read as {each.id_types()}')
     if config.vocab_size not in (0, dataset.vocab_size):
         raise UserError(f'vocab_size={config.vocab_size}: {dataset.folder} has '
                         f'{dataset.vocab_size} tokens; leave it at 0')

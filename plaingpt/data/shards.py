@@ -17,11 +17,14 @@ from plaingpt.data.dataset import (
     TOKEN_FILES,
     UNFINISHED,
     Dataset,
+    holds_tokens,
     mask_name,
     open_dataset,
     read_meta,
 )
-from plaingpt.data.inspection import compare_with_train, find_damage, print_report
+from plaingpt.data.inspection import find_damage, print_report
+from plaingpt.data.overlap import compare_with_train
+from plaingpt.data.token_files import name_of
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import locked, read_json, sha256_of, sync, write_json
 
@@ -112,7 +115,7 @@ def write_meta(folder, dtype, tokenizer, splits, command):
         if not entry['tokens']:
             raise UserError(f'{command["input"]}: the {split} split would be empty: use more text, '
                             'or change --val_fraction or the names of the splits')
-    meta = {'format_version': FORMAT_VERSION, 'dtype': dtype.name,
+    meta = {'format_version': FORMAT_VERSION, 'dtype': name_of(dtype),
             'vocab_size': tokenizer.vocab_size, 'tokenizer': tokenizer.to_json(),
             'splits': splits, 'source': command}
     dataset = Dataset(folder, meta, tokenizer.vocab_size)
@@ -166,13 +169,25 @@ def is_done(folder, command, overwrite):
     """Whether this very command wrote the files of `folder`, and they are whole. Raises UserError
     where another one did, unless it may `overwrite` them, and where no prepare.py did."""
     marks = folder / 'meta.json', folder / UNFINISHED
-    if not any(path.exists() for path in marks) and any(folder.glob('*.bin')):
+    if not any(path.exists() for path in marks) and holds_tokens(folder):
         raise UserError(f'{folder} has tokens and no meta.json, so prepare.py did not make them: '
                         'name another folder with --data_dir')
-    try:
-        earlier = read_meta(folder / 'meta.json')['source']
-    except UserError:  # there is none, or it is broken
+    path = folder / 'meta.json'
+    if not path.exists():
         return False
+    try:
+        earlier = read_meta(path)['source']
+    except UserError as problem:  # it is damaged, or of a newer version
+        may_be_own = '"kind": "ids"' in path.read_text('utf-8', 'replace')
+        if overwrite and not may_be_own:
+            return False
+        hint = 'name another folder with --data_dir'
+        if not may_be_own:
+            hint += f', or replace the files of {folder} with --overwrite'
+        raise UserError(f'{problem}; or {hint}') from None
+    if earlier.get('corpus') == 'ids':
+        raise UserError(f'{folder} holds ids of your own, which prepare.py does not replace: name '
+                        'another folder with --data_dir')
     differ = [f'{key} {earlier.get(key, "none")}, not {command.get(key, "none")}'
               for key in {**command, **earlier}
               if key not in CONTENT and earlier.get(key) != command.get(key)]

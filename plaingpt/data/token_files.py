@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import command_for
 
 READ_TOKENS = 2**22  # at a time, when a whole file is read
 SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 2**14  # that sampled_sha256 reads
@@ -52,14 +53,19 @@ class TokenFile:
         for start in range(0, self.tokens, READ_TOKENS):
             yield start, self.read(start, READ_TOKENS)
 
-    def verify(self, vocab_size):
-        """Read all tokens. Raises UserError for an id beyond the vocabulary, and where their
-        checksum is not that of meta.json."""
+    def checksum(self, vocab_size):
+        """SHA-256 of all tokens. Raises UserError for an id beyond the vocabulary."""
         digest = hashlib.sha256()
         for start, ids in self.pieces():
             check_ids(self.path, ids, start, vocab_size)
             digest.update(ids)
-        if self.sha256 and digest.hexdigest() != self.sha256:
+        return digest.hexdigest()
+
+    def verify(self, vocab_size):
+        """Read all tokens. Raises UserError for an id beyond the vocabulary, and where their
+        checksum is not that of meta.json."""
+        checksum = self.checksum(vocab_size)
+        if self.sha256 and checksum != self.sha256:
             raise UserError(f'{self.path}: another checksum than meta.json has: the file was '
                             'damaged or replaced; prepare the data again')
 
@@ -67,46 +73,64 @@ class TokenFile:
         """Checksum of the size and of blocks spread evenly from the first byte to the last; of
         all bytes where the file is no larger than the blocks together."""
         size = self.offset + self.tokens * self.dtype.itemsize
-        places, length = [0], size
-        if size > SAMPLED_BLOCKS * SAMPLED_BYTES:
-            length = SAMPLED_BYTES
-            places = [(size - length) * i // (SAMPLED_BLOCKS - 1) for i in range(SAMPLED_BLOCKS)]
+        places, length = sampled_blocks(size)
         digest = hashlib.sha256(f'{size}\n'.encode())
         for place in places:
             digest.update(self.read_bytes(place, length))
         return f'sampled:{digest.hexdigest()}'
 
 
+def sampled_blocks(size):
+    """→ (the bytes where blocks begin, spread evenly over a file of `size` bytes, their length); of
+    a small file one block, the whole file"""
+    if size <= SAMPLED_BLOCKS * SAMPLED_BYTES:
+        return [0], size
+    last = size - SAMPLED_BYTES
+    return [last * i // (SAMPLED_BLOCKS - 1) for i in range(SAMPLED_BLOCKS)], SAMPLED_BYTES
+
+
 def check_ids(path, ids, first, vocab_size):
     """Raises UserError for an id beyond the vocabulary; `first` is the number of the first id."""
-    if ids.max(initial=0) >= vocab_size:
-        bad = int(np.flatnonzero(ids >= vocab_size)[0])
+    unsigned = as_unsigned(ids)
+    if unsigned.max(initial=0) >= vocab_size:
+        bad = int(np.flatnonzero(unsigned >= vocab_size)[0])
         raise UserError(f'{path}: token {first + bad:,} has id {ids[bad]}, but the vocabulary ends '
                         f'at {vocab_size - 1}: the file is damaged or of another tokenizer, so '
                         'prepare the data again; or say with --vocab_size how many ids of your own '
-                        'there are')
+                        f'there are (with {command_for("prepare")} ids FOLDER also their --dtype)')
+
+
+def as_unsigned(ids):
+    """The same bytes as unsigned integers: an id below 0 becomes larger than any vocabulary."""
+    return ids.view(ids.dtype.str.replace('i', 'u'))
+
+
+def dtype_named(name):
+    """The dtype of ids as meta.json names it: 'uint16' is little-endian, '>u2' big-endian."""
+    return np.dtype(name) if name.startswith('>') else np.dtype(name).newbyteorder('<')
+
+
+def name_of(dtype):
+    """The name that dtype_named reads."""
+    return dtype.str if dtype.str.startswith('>') else dtype.name
 
 
 def open_tokens(path, dtype, expected=None, sha256='', offset=None):
-    """One file of tokens → TokenFile. A file that meta.json does not list may have llm.c's header.
+    """One file of tokens → TokenFile.
 
-    expected: the number of tokens, where meta.json says it; sha256: of these tokens; offset: the
-    byte where they begin, in a file that may hold more. Raises UserError for a missing file, or
+    expected: the number of tokens, where it is known; sha256: of these tokens; offset: the byte
+    where they begin, in a file that may hold more. Raises UserError for a missing file, or
     another number of tokens.
     """
     try:
         file = open(path, 'rb', buffering=0)
     except OSError as e:
         raise UserError(f'{path}: {e.strerror}') from None
-    size, begin = os.fstat(file.fileno()).st_size, offset or 0
-    if expected is None:
-        from plaingpt.data.llmc_header import header_bytes
-        if begin := header_bytes(path, file.read(12), size):
-            dtype = np.dtype('<u2')
-    found = (size - begin) / dtype.itemsize
-    tokens = int(found) if expected is None else expected
-    if not tokens or found < tokens or (found > tokens and offset is None):
-        raise UserError(f'{path}: {found:,.12g} tokens of {dtype.itemsize} bytes where '
+    begin = offset or 0
+    in_file = (os.fstat(file.fileno()).st_size - begin) / dtype.itemsize
+    tokens = int(in_file) if expected is None else expected
+    if not tokens or in_file < tokens or (in_file > tokens and offset is None):
+        raise UserError(f'{path}: {in_file:,.12g} tokens of {dtype.itemsize} bytes where '
                         f'{tokens or "some"} should be: the file is damaged or of another type; '
                         'prepare the data again')
     return TokenFile(path, dtype, file, begin, tokens, sha256)

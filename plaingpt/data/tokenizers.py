@@ -1,6 +1,6 @@
-"""Text ↔ token ids: by characters, by bytes, with GPT-2's BPE, with a BPE of one's own, or with a
-tokenizer of others (foreign_tokenizer.py); each of them also for conversations (chat_tokenizer.py).
-Ids that stand for no text are written as numbers.
+"""Text ↔ token ids: by characters, by words, by bytes, with GPT-2's BPE, with a BPE of one's own,
+or with a tokenizer of others (foreign_tokenizer.py); each of them also for conversations
+(chat_tokenizer.py). Ids that stand for no text are written as numbers.
 
     tokenizer.encode(text)   str → numpy array of ids
     tokenizer.decode(ids)    ids → str; decode_bytes: its UTF-8, which may end within a character
@@ -13,6 +13,7 @@ Ids that stand for no text are written as numbers.
 
 import hashlib
 import json
+import re
 
 import numpy as np
 
@@ -64,6 +65,65 @@ class CharTokenizer(Tokenizer):
 
     def to_json(self):
         return {'kind': 'char', 'chars': self.chars}
+
+
+class WordTokenizer(Tokenizer):
+    """A list of tokens of any length: words, chess moves, notes. Where no token contains a space,
+    spaces separate them in text. Otherwise text is split at the longest token that matches."""
+
+    UNKNOWN = '<unk>', '<UNK>', '[UNK]'
+    SPECIAL = re.compile(r'<[^<>]+>|\[[^\[\]]+\]')  # tokens such as <eos> beside characters
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+        self.vocab_size = len(tokens)
+        self._ids = {token: i for i, token in enumerate(tokens) if token}
+        unknown = [self._ids[token] for token in self.UNKNOWN if token in self._ids]
+        self._unknown = unknown[0] if unknown else None
+        spaces = [token for token in self._ids if token.isspace()]
+        words = [token for token in self._ids if not token.isspace()]
+        self._spaced = not any(' ' in token for token in spaces) \
+            and all(token.split() == [token] for token in words) \
+            and any(len(token) > 1 and not self.SPECIAL.fullmatch(token) for token in words)
+        self._lengths = sorted(set(map(len, self._ids)), reverse=True)
+        self._pieces = re.compile('|'.join([*map(re.escape, sorted(spaces, key=len, reverse=True)),
+                                            r'\S+']))
+
+    def encode(self, text):
+        """Blank text without tokens → [0]. Raises UserError for text that no token matches, where
+        there is no <unk>."""
+        pieces = self._pieces.findall(text) if self._spaced else self._longest(text)
+        ids = []
+        for piece in pieces:
+            i = self._ids.get(piece, self._unknown)
+            if i is None and text.strip():
+                raise UserError(f'{piece[:40]!r} in {text[:40]!r} is not among the '
+                                f'{self.vocab_size} tokens of this tokenizer, which has no <unk>: '
+                                'leave it out, or choose another --tokenizer for prepare.py')
+            ids.append(i or 0)
+        return np.array(ids or [0], dtype=np.int64)
+
+    def _longest(self, text):
+        at = 0
+        while at < len(text):
+            piece = next((text[at:at + length] for length in self._lengths
+                          if text[at:at + length] in self._ids), text[at])
+            yield piece
+            at += len(piece)
+
+    def decode(self, ids):
+        text = self.decode_bytes(ids).decode('utf-8', 'surrogatepass')
+        return re.sub(r'(^|\s) ', r'\1', text) if self._spaced else text
+
+    def decode_bytes(self, ids):
+        """Each word begins with its space, so that a text can be continued."""
+        tokens = (self.tokens[i] for i in ids)
+        if self._spaced:
+            tokens = (f' {token}' if token.strip() else token for token in tokens)
+        return ''.join(tokens).encode('utf-8', 'surrogatepass')
+
+    def to_json(self):
+        return {'kind': 'words', 'tokens': self.tokens}
 
 
 def code_points(text):
@@ -177,6 +237,8 @@ def from_json(description):
         match description['kind']:
             case 'char':
                 return CharTokenizer(description['chars'])
+            case 'words':
+                return WordTokenizer(description['tokens'])
             case 'byte':
                 return ByteTokenizer()
             case 'ids':

@@ -32,7 +32,9 @@ def planned_shape(config, start):
     vocab_size, tokens, source = find_dataset_size(config.dataset, config.vocab_size)
     if start.from_scratch:
         return config.gpt_config(vocab_size), tokens, source
-    dataset = open_named(config.dataset) if has_token_files(config.dataset) else None
+    dataset = None
+    if has_token_files(config.dataset):
+        dataset = open_named(config.dataset, config.vocab_size)
     shape = start_shape(config, start.weights, dataset)
     return replace(shape, block_size=config.block_size), tokens, source
 

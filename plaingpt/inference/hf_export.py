@@ -16,7 +16,7 @@ from plaingpt.data.foreign_tokenizer import (
     TEMPLATE_FILE,
     ForeignTokenizer,
 )
-from plaingpt.data.tokenizers import IdsTokenizer, is_chat
+from plaingpt.data.tokenizers import IdsTokenizer, WordTokenizer, is_chat
 from plaingpt.inference.generation import check_cache
 from plaingpt.inference.hf_architectures import (
     MOST_TOKENS,
@@ -56,10 +56,10 @@ def write_hf(folder, model, tokenizer, dtype=torch.float32):
 def tokenizer_files(tokenizer, block_size):
     """→ {name of a file: its content}, of all that say how text becomes tokens. Files of others go
     out as they came; for conversations, with the template and the ends of answers as here."""
-    if isinstance(tokenizer, IdsTokenizer):  # no tokenizer.json can tell what these ids are
+    base = getattr(tokenizer, 'base', tokenizer)
+    if isinstance(base, IdsTokenizer | WordTokenizer):  # no tokenizer.json can tell what these are
         return {OUR_TOKENIZER: tokenizer.to_json()}
     begin, end = first_and_last(tokenizer)
-    base = getattr(tokenizer, 'base', tokenizer)
     foreign = isinstance(base, ForeignTokenizer)
     if foreign:
         files = dict(base.to_json()['files'])

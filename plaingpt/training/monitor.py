@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from plaingpt.data.dataset import sample_prompts
+from plaingpt.data.overlap import write_sketches
 from plaingpt.monitoring.health import Health
 from plaingpt.monitoring.metrics import Metrics
 from plaingpt.monitoring.references import find_reference
@@ -29,7 +30,7 @@ from plaingpt.training.averaging import averaged
 from plaingpt.training.evaluation import evaluated_bytes, full_model
 from plaingpt.training.progress import FINISHED, TIME_UP
 from plaingpt.training.settings import WITHOUT_EFFECT
-from plaingpt.training.start import archive_previous_run, trim_logs
+from plaingpt.training.start import TRAINED_ON, archive_previous_run, sketch_texts, trim_logs
 from plaingpt.training.step import SkippedSteps
 
 HEALTH_INTERVAL = 100  # iterations between health checks
@@ -59,9 +60,13 @@ class Monitor:
                                    run.compile, run.world, start.resumed)
         self.record['reference'] = find_reference(self.record, WITHOUT_EFFECT)
         saved = start.checkpoint.state if start.resumed else {}
-        backends = []
+        backends, sketches = [], []
+        if run.world.is_main and not start.resumed:
+            sketches = sketch_texts(start, run.dataset, run.train_data, run.val_data)
         if self.writing:
             self.open_out_dir()
+            if sketches:
+                write_sketches(self.out_dir / TRAINED_ON, sketches)
             if config.log_to or config.wandb_log:
                 from plaingpt.monitoring.backends import open_backends
                 backends = open_backends(config, self.record, saved.get('wandb_id'))

@@ -7,7 +7,16 @@ import time
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
+import numpy as np
+
 from model import GPTConfig
+from plaingpt.data.overlap import (
+    print_share,
+    read_sketches,
+    share_trained_on,
+    sketch_of,
+    windows_of,
+)
 from plaingpt.monitoring.run_record import trim_rows
 from plaingpt.system.distributed import all_gather, launched_world, print0
 from plaingpt.system.errors import UserError
@@ -27,8 +36,10 @@ KEPT_SHAPE = [field.name for field in fields(GPTConfig) if field.name not in (
 # A resumed run takes these settings from its command, and all others from its checkpoint: they say
 # how it starts this time, or depend on how many processes there are.
 OF_THIS_START = {'out_dir', 'init_from', 'checkpoint', 'check', 'eval_only', 'minutes', 'parallel'}
+TRAINED_ON = 'trained_on.npz'  # sketches of the texts that the weights of a run were trained on
 LOGS = ('metrics.jsonl', 'anomalies.jsonl', 'film.jsonl', 'run.json', 'report.md', 'loss.png',
-        'film.html', 'tensorboard')
+        'film.html', 'tensorboard', TRAINED_ON)
+LITTLE_SHARED = 0.01  # between the corpora of a mixture: it is not told
 
 
 def is_resumed(out_dir, init_from):
@@ -187,6 +198,40 @@ def document_start(config, dataset):
                         'text, so its documents cannot be told apart: prepare it with another '
                         'tokenizer, or leave document_attention out')
     return found
+
+
+# -----------------------------------------------------------------------------
+# what the weights were trained on
+
+
+def trained_on(weights):
+    """Sketches of the texts that the weights of open_weights were trained on; [] where their run
+    did not write any, or they are of no run."""
+    return read_sketches(weights.path.parent.parent / TRAINED_ON) if weights.state else []
+
+
+def sketch_texts(start, dataset, train_data, val_data):
+    """Sketch what a new run trains on → [Sketch], also of what the weights that it starts from were
+    trained on. Prints how much of the validation text is in the latter, and how much of that of
+    each corpus of a mixture is in the training text of another."""
+    names = [part.name for part in dataset.parts]
+    own = [sketch_of(loader.stream) for loader in train_data.parts]
+    earlier = trained_on(start.weights) if start.weights else []
+    for name, loader in zip(names, val_data.parts, strict=True):
+        if len(own) == 1 and not earlier:
+            break  # prepare.py has compared the splits
+        text = f'validation text of {name}' if name else 'validation text'
+        windows = windows_of(loader.stream)
+        if (share := share_trained_on(*windows, earlier)) is not None:
+            print_share(share, f'{text} was in the training text of {start.weights.source}',
+                        'validate on text that it was not trained on')
+        for other, sketch in zip(names, own, strict=True):
+            share = share_trained_on(*windows, [sketch]) if other != name else None
+            if share and share > LITTLE_SHARED:
+                print_share(share, f'{text} is in the training split of {other}',
+                            'remove the copies there, or leave one of them out')
+    return own + [sketch for sketch in earlier
+                  if not any(np.array_equal(sketch.hashes, each.hashes) for each in own)]
 
 
 # -----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from functools import partial
 
 import numpy as np
@@ -320,6 +321,16 @@ def test_a_dataset_with_the_tokenizer_of_another_is_named(text_file, tmp_path, f
                   for name in ('one', 'other'))
     (tmp_path / 'one/meta.json').write_text(json.dumps({**one, 'tokenizer': other['tokenizer']}))
     assert failed(dataset=tmp_path / 'one') == ['tokens_match_the_tokenizer']
+
+
+def test_a_split_that_was_filled_only_in_part_is_named_with_its_id(char_data, tmp_path, failed):
+    folder = shutil.copytree(char_data, tmp_path / 'one')
+    (folder / 'meta.json').unlink()
+    ids = np.fromfile(folder / 'train.bin', '<u2')
+    for filled, problems in ((0.6, ['tokens_vary']), (0.9, [])):
+        np.where(np.arange(len(ids)) < filled * len(ids), ids, 7).astype('<u2').tofile(
+            folder / 'train.bin')
+        assert failed(dataset=folder, vocab_size=100) == problems
 
 
 def test_a_check_that_fails_stops_the_run_unless_it_is_off(

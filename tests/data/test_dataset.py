@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from corpus_files import contents
 from helpers import exit_code, fails, fork_job
 
 import prepare
@@ -60,6 +61,49 @@ def test_a_file_of_another_length_or_none_and_a_broken_meta_json_are_named(own_d
     (own_data / 'val.bin').unlink()
     with pytest.raises(UserError, match=r'val\.bin'):
         open_dataset(own_data).split('val')
+
+
+@pytest.mark.parametrize('change', [
+    lambda text: text, lambda text: text[:-100], lambda text: text.replace(': 1,', ': 99,', 1)],
+    ids=['whole', 'damaged', 'newer'])
+def test_no_command_replaces_own_ids_whose_meta_json_is_whole_damaged_or_of_a_newer_version(
+        change, text_file, tmp_path, capsys, monkeypatch):
+    folder = bare(tmp_path / 'ids', np.arange(9000) % 1500)
+    prepare.main(['ids', str(folder), '--vocab_size=1500'])
+    path = folder / 'meta.json'
+    path.write_text(change(path.read_text()))
+    before = contents(folder)
+    for option in [], ['--overwrite']:
+        fails(capsys, monkeypatch, prepare.main, 'text', f'--input={text_file}',
+              f'--data_dir={folder}', *option)
+        assert contents(folder) == before
+
+
+def test_a_meta_json_that_cannot_be_read_is_replaced_only_with_overwrite(
+        text_file, own_data, capsys, monkeypatch):
+    (own_data / 'meta.json').write_text('{')
+    command = ['text', f'--input={text_file}', '--tokenizer=char', f'--data_dir={own_data}']
+    before = contents(own_data)
+    assert '--overwrite' in fails(capsys, monkeypatch, prepare.main, *command)
+    assert contents(own_data) == before
+    prepare.main([*command, '--overwrite'])
+    assert open_dataset(own_data).split('train')
+
+
+def test_own_ids_that_grew_are_found_by_the_size_of_their_file(tmp_path):
+    folder = bare(tmp_path / 'ids', np.arange(9000) % 1500)
+    prepare.main(['ids', str(folder), '--vocab_size=1500'])
+    with open(folder / 'train.bin', 'ab') as file:
+        file.write(b'12')
+    with pytest.raises(UserError, match=r'train\.bin'):
+        open_dataset(folder).split('train')
+
+
+def test_an_odd_number_of_bytes_is_refused_with_the_setting_for_ids_of_a_byte(tmp_path):
+    folder = bare(tmp_path / 'ids', np.arange(9000) % 1500)
+    np.arange(9001).astype('u1').tofile(folder / 'train.bin')
+    with pytest.raises(UserError, match=r'train\.bin.*--dtype=uint8'):
+        open_dataset(folder, 1500).split('train')
 
 
 def test_a_meta_json_of_a_newer_version_is_refused_by_what_is_new_and_not_called_damaged(own_data):
@@ -134,6 +178,12 @@ def test_token_ids_without_meta_json_are_read_with_and_without_llm_cs_header(tmp
         stream = dataset.split('train')
         assert np.array_equal(stream.read(0, 9999), ids) and len(stream) == 2000
         assert np.array_equal(stream.read(1990, 20), ids[1990:])
+    wide = ids.astype('<u4')
+    folder = tmp_path / 'wide'
+    folder.mkdir()
+    for split in ('train', 'val'):
+        (folder / f'{split}.bin').write_bytes(header(20240801, 7, 2000) + wide.tobytes())
+    assert np.array_equal(open_dataset(folder, 128256).split('val').read(0, 9999), ids)
     for words in ((20240801, 7, 2000), (20240520, 2, 2000), (20240520, 1, 2001)):
         with pytest.raises(UserError, match=r'train\.bin has a header of llm\.c'):
             open_dataset(bare(tmp_path / 'd', ids, header(*words))).split('train')

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import random
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import prepare
 from plaingpt.data.dataset import open_named
 from plaingpt.data.mixtures import MixedLoader, apportion
 from plaingpt.system.errors import UserError
+from plaingpt.training.start import Start, sketch_texts
 
 
 class Mixed(NoTokens):
@@ -107,3 +109,20 @@ def test_corpora_of_different_tokenizers_are_refused_by_name(three):
     prepare.main(['text', '--input=small.txt', '--tokenizer=char', '--data_dir=data/char'])
     with pytest.raises(UserError, match='data/code and data/char were prepared with different'):
         open_named('code:0.5,char:0.5')
+
+
+@pytest.mark.parametrize('copied', [10_000, 500, 0])
+def test_validation_text_that_another_corpus_trains_on_is_told(copied, tmp_path, capsys):
+    one, two = (''.join(random.Random(seed).choices('abcdefgh ', k=100_000)) for seed in (0, 1))
+    prepare_corpora(tmp_path, {'one': one, 'two': two[copied:] + one[:copied]})
+    dataset = open_named('data/one:0.5,data/two:0.5')
+    capsys.readouterr()
+    sketches = sketch_texts(Start(), dataset, *(dataset.loader(split, 16, 4)
+                                                for split in ('train', 'val')))
+    printed = capsys.readouterr()
+    lines = (printed.out + printed.err).removeprefix('warning: ').splitlines()
+    assert len(sketches) == 2 and len(lines) == (copied > 0)
+    for line in lines:  # the validation split of the second is its last 10,000 characters
+        assert float(line.split('%')[0]) == pytest.approx(copied / 100, rel=0.3)
+        assert line.index('data/two') < line.index('data/one')
+        assert bool(printed.err) == (copied > 1000)

@@ -1,7 +1,9 @@
 """nanoGPT's character data, and someone's own ids: meta.pkl is read without running anything, and
 nothing is written."""
 
+import json
 import pickle
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +16,7 @@ import prepare
 import sample
 import train
 from plaingpt.data.dataset import open_data, open_dataset
+from plaingpt.data.tokenizers import WordTokenizer, from_json
 from plaingpt.system.distributed import World
 from plaingpt.system.errors import UserError
 
@@ -69,6 +72,68 @@ def test_a_folder_of_nanogpt_trains_resumes_samples_and_inspects_and_stays_as_it
     assert repr(text[:24]) in inspected(folder, capsys)
 
 
+MOVES = [f'{piece}{file}{rank}' for piece in ('', 'N') for file in 'abcd' for rank in '1234']
+GAMES = '\n'.join(' '.join(MOVES[(i * i + k) % len(MOVES)] for k in range(9)) for i in range(400))
+
+
+def words_folder(folder, itos, change=lambda meta: meta, protocol=None):
+    """A folder of games, one token a move and a new line."""
+    folder.mkdir(exist_ok=True)
+    ids = np.array([itos.index(word) for word in GAMES.replace('\n', ' \n ').split(' ')], '<u2')
+    ids[:-400].tofile(folder / 'train.bin')
+    ids[-400:].tofile(folder / 'val.bin')
+    meta = {'itos': itos, 'stoi': {token: i for i, token in enumerate(itos)}}
+    (folder / 'meta.pkl').write_bytes(pickle.dumps(change(meta), protocol))
+    return folder
+
+
+def as_numpy(meta):
+    itos = OrderedDict((np.int64(i), np.str_(token)) for i, token in enumerate(meta['itos']))
+    return {'itos': itos, 'stoi': {token: i for i, token in itos.items()},
+            'vocab_size': np.int32(len(itos))}
+
+
+@pytest.mark.parametrize('unknown', [[], ['<unk>']])
+def test_tokens_longer_than_a_character_train_resume_score_and_sample(
+        unknown, tiny, tmp_path, capsys, monkeypatch):
+    folder = words_folder(tmp_path / 'games', [*MOVES, '\n', *unknown])
+    assert 'a1 Nb2' in used(folder, tiny, 'a1 Nb2', capsys)
+    prepare.main(['inspect', str(folder)])
+    assert repr(GAMES[:20])[1:-1] in capsys.readouterr().out
+    sample.main([f'--out_dir={tmp_path}/out', '--num_samples=1', '--max_new_tokens=3'])
+    start = [f'--out_dir={tmp_path}/out', '--start=a1 zz', '--num_samples=1', '--max_new_tokens=3']
+    if unknown:
+        sample.main(start)
+    else:
+        assert "'zz'" in fails(capsys, monkeypatch, sample.main, *start)
+
+
+def test_lists_and_numbers_of_numpy_in_a_meta_pkl_make_the_same_tokenizer(tmp_path):
+    itos = [*MOVES, '\n']
+    plain = open_dataset(words_folder(tmp_path / 'games', itos)).tokenizer_json()
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        for change in (as_numpy, lambda meta: {'itos': tuple(itos)}):
+            folder = words_folder(tmp_path / 'games', itos, change, protocol)
+            assert open_dataset(folder).tokenizer_json() == plain
+    (tmp_path / 'games/meta.pkl').write_bytes(pickle.dumps({'vocab_size': np.int64(40)}))
+    assert open_dataset(folder).tokenizer_json() == {'kind': 'ids', 'vocab_size': 40}
+
+
+def test_words_are_separated_by_spaces_and_other_tokens_match_the_longest():
+    words = WordTokenizer(['e4', 'Nf3', 'd', '\n'])
+    assert words.encode('e4 Nf3\nd  e4').tolist() == [0, 1, 3, 2, 0]
+    assert words.decode([0, 1, 3, 2, 0]) == 'e4 Nf3\nd e4'
+    assert words.decode_bytes([1]) == b' Nf3' and words.encode(' ').tolist() == [0]
+    longest = WordTokenizer(['a', 'ab', ' ', 'b', '<unk>'])
+    assert longest.encode('abb a?').tolist() == [1, 3, 2, 0, 4]
+    assert longest.decode([1, 3, 2, 0, 4]) == 'abb a<unk>'
+    assert WordTokenizer(['A', 'C', '<eos>']).encode('AC<eos>').tolist() == [0, 1, 2]
+    for tokenizer in (words, longest):
+        assert from_json(json.loads(json.dumps(tokenizer.to_json()))).tokens == tokenizer.tokens
+    with pytest.raises(UserError, match="'x'"):
+        words.encode('e4 x')
+
+
 @pytest.fixture
 def own_ids(tmp_path):
     """A time series of numbers."""
@@ -85,7 +150,7 @@ def test_ids_from_numpy_train_resume_score_and_sample(
     if way == 'meta.pkl':
         (own_ids / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 1500}))
         out = inspected(own_ids, capsys)
-        assert 'ids tokenizer, 1,500 tokens' in out and "',750,784,819," in out
+        assert 'ids tokenizer, 1,500 tokens' in out and 'ids 750, 784, 819, ' in out
     else:
         tiny = [*tiny, '--vocab_size=1500']
     *_, written = used(own_ids, tiny, 'IDS:750,784,819', capsys).strip().splitlines()
@@ -98,7 +163,8 @@ def test_ids_from_numpy_train_resume_score_and_sample(
 
 def test_ids_of_which_nothing_is_said_are_taken_for_gpt2s(own_ids, capsys):
     dataset = open_data(SimpleNamespace(dataset=str(own_ids), vocab_size=0), World())
-    assert dataset.vocab_size == 50257 and 'taken for GPT-2 tokens' in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert dataset.vocab_size == 50257 and '--vocab_size' in out and f'ids {own_ids}' in out
 
 
 def test_an_id_beyond_the_vocabulary_ends_a_run_before_anything_is_written(
@@ -128,6 +194,7 @@ def edited(**changes):
 
 OTHERS = [
     b"cos\nsystem\n(S'touch hacked'\ntR.",
+    pickle.dumps({'vocab_size': 2, 'itos': np.array(['a', 'bc'], object)}), pickle.dumps(np.load),
     b'\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x0ctouch hacked\x85R.',
     pickle.dumps(np.int64(3)), pickle.dumps([1]), pickle.dumps({}), edited(vocab_size=3),
     edited(itos=None), edited(itos={0: 'a', 2: 'b'}), edited(itos={0: 'a', 1: 'a'}),

@@ -11,9 +11,18 @@ from hypothesis import strategies as st
 from test_batches import stream
 
 import prepare
-from plaingpt.data import inspection
+from plaingpt.data import overlap
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.inspection import SEQUENCE_TOKENS, find_overlap
+from plaingpt.data.overlap import (
+    SEQUENCE_TOKENS,
+    find_overlap,
+    read_sketches,
+    share_trained_on,
+    sketch_of,
+    windows_of,
+    write_sketches,
+)
+from plaingpt.data.token_files import TokenFile, TokenStream, open_tokens
 
 
 def shown_share(captured):
@@ -47,14 +56,14 @@ def test_it_is_the_share_of_sequences_that_a_plain_search_finds(
     expected = sum(val[i:i + SEQUENCE_TOKENS].tobytes() in present for i in starts) / count
     splits = [stream(tmp_path_factory.mktemp('split'), ids, files=2) for ids in (train, val)]
     with pytest.MonkeyPatch.context() as patch:  # sequences lie across blocks and files
-        patch.setattr(inspection, 'BLOCK_TOKENS', block_tokens)
-        patch.setattr(inspection, 'SEQUENCES', sequences)
+        patch.setattr(overlap, 'BLOCK_TOKENS', block_tokens)
+        patch.setattr(overlap, 'SEQUENCES', sequences)
         assert find_overlap(*splits) == expected
 
 
 def test_memory_is_that_of_a_few_pieces_and_not_of_the_splits(tmp_path, monkeypatch):
-    monkeypatch.setattr(inspection, 'BLOCK_TOKENS', 2**13)
-    monkeypatch.setattr(inspection, 'SEQUENCES', 2**8)
+    monkeypatch.setattr(overlap, 'BLOCK_TOKENS', 2**13)
+    monkeypatch.setattr(overlap, 'SEQUENCES', 2**8)
     ids = np.random.default_rng(2).integers(2**16, size=2**21)
     split = stream(tmp_path, ids, vocab_size=2**16)
     tracemalloc.start()
@@ -62,6 +71,91 @@ def test_memory_is_that_of_a_few_pieces_and_not_of_the_splits(tmp_path, monkeypa
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4 * 8 * 2**16 < 2 * len(ids)  # bytes of the file
+
+
+# -----------------------------------------------------------------------------
+# a sketch of a training text
+
+
+WORDS = np.random.default_rng(3).integers(50_000, size=2**20)  # of which no 64 occur twice
+LICENSE, SPACES = np.arange(400), np.full(3000, 7)
+
+
+def text(tmp_path, *ids):
+    """Token ids → their stream, of two files."""
+    folder = tmp_path / f'text{len(list(tmp_path.iterdir()))}'
+    folder.mkdir()
+    return stream(folder, np.concatenate(ids), files=2)
+
+
+def estimate(tmp_path, train, *val, blocks=2**16):
+    """How much of a validation text a sketch of so many blocks says to be trained on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, 'SKETCH_BLOCKS', blocks)
+        sketch = sketch_of(text(tmp_path, train))
+    return share_trained_on(*windows_of(text(tmp_path, *val)), [sketch])
+
+
+@pytest.mark.parametrize(('blocks', 'error'), [(2**16, 0.01), (2**10, 0.08)])  # all, or a tenth
+def test_a_sketch_tells_how_much_of_a_text_was_trained_on(blocks, error, tmp_path):
+    train, val = WORDS[:655_000], WORDS[-200_000:]
+    copies = [train[i:i + 4000] for i in range(555, 600_000, 12_000)]  # 200,000 tokens
+    assert estimate(tmp_path, train, val, blocks=blocks) == 0
+    assert estimate(tmp_path, train, val, *copies, blocks=blocks) == pytest.approx(0.5, abs=error)
+    assert estimate(tmp_path, train, *copies, blocks=blocks) == pytest.approx(1, abs=2 * error)
+
+
+@pytest.mark.parametrize('blocks', [2**16, 2**10])
+def test_boilerplate_counts_as_much_as_there_is_of_it(blocks, tmp_path):
+    train = [part for i in range(0, 600_000, 3000) for part in (LICENSE, WORDS[i:i + 3000])]
+    val = WORDS[-200_000:]
+    for boilerplate in (LICENSE, SPACES):
+        train.append(boilerplate)
+        share = estimate(tmp_path, np.concatenate(train), val[:99_000], boilerplate, val[99_000:],
+                         blocks=blocks)
+        assert share == pytest.approx(len(boilerplate) / 200_000, rel=0.5)
+
+
+def test_a_sample_that_holds_too_little_to_tell_says_nothing(tmp_path):
+    assert estimate(tmp_path, WORDS, WORDS[:9000]) > 0.99
+    assert estimate(tmp_path, WORDS, WORDS[:9000], blocks=2**12) is None
+    assert estimate(tmp_path, WORDS[:50], WORDS[:9000]) is None
+    assert estimate(tmp_path, WORDS, WORDS[:50]) is None
+    assert share_trained_on(*windows_of(text(tmp_path, WORDS[:9000])), []) is None
+
+
+def test_of_conversations_what_the_assistant_says_is_compared(tmp_path):
+    train, val = text(tmp_path, WORDS[:64_000]), text(tmp_path, WORDS[:6400], WORDS[-6400:])
+    for of_copies, of_others, share in ((0, 1, 0), (1, 0, 1), (1, 1, 0.5), (0, 0, None)):
+        val.loss_mask = text(tmp_path, np.full(6400, of_copies), np.full(6400, of_others))
+        assert share_trained_on(*windows_of(val), [sketch_of(train)]) \
+            == pytest.approx(share, abs=0.02)
+
+
+def test_a_sketch_of_a_huge_text_reads_a_few_mb(tmp_path, monkeypatch):
+    with open(tmp_path / 'train.bin', 'wb') as file:
+        file.truncate(2 * 10**9)
+    huge, sizes = TokenStream([open_tokens(tmp_path / 'train.bin', np.dtype('<u2'))], 50257), []
+    read_bytes = TokenFile.read_bytes
+    monkeypatch.setattr(TokenFile, 'read_bytes', lambda file, place, count: (
+        sizes.append(count), read_bytes(file, place, count))[1])
+    sketch = sketch_of(huge)
+    assert sum(sizes) == 2**16 * 64 * 2 and len(sketch.hashes) == 2**16
+    assert sketch.share == pytest.approx(2**22 / 10**9, rel=1e-3)
+
+
+def test_a_file_of_sketches_holds_them_and_is_read_by_later_versions(tmp_path, capsys):
+    sketches = [sketch_of(text(tmp_path, WORDS[:n])) for n in (640, 64)]
+    path = tmp_path / 'sketches.npz'
+    write_sketches(path, sketches)
+    assert [(each.hashes.tolist(), each.share) for each in read_sketches(path)] \
+        == [(each.hashes.tolist(), each.share) for each in sketches]
+    hashes = sketch_of(text(tmp_path, np.arange(64))).hashes
+    assert hashes.tolist() == [-8562502739708298345]  # as 1.0 has it
+    assert read_sketches(tmp_path / 'none.npz') == [] and not capsys.readouterr().err
+    for damaged in (path.read_bytes()[:99], b'', b'{}'):
+        path.write_bytes(damaged)
+        assert read_sketches(path) == [] and str(path) in capsys.readouterr().err
 
 
 # -----------------------------------------------------------------------------
@@ -97,3 +191,11 @@ def test_short_documents_that_differ_in_their_numbers_are_copies(tmp_path, capsy
         entry = open_dataset(tmp_path / name).split_entry('val')
         assert entry['in_train'] == 0 and entry['lines_in_train'] == share
         assert ('whatever their numbers' in capsys.readouterr().err) == (name == 'copies')
+
+
+@pytest.mark.parametrize(('characters', 'warned'), [(20_000, True), (4000, False)])
+def test_a_validation_split_of_another_kind_of_text_is_told(characters, warned, tmp_path, capsys):
+    text = 'abc ' * (9 * characters // 4) + 'äöü ' * (characters // 4)  # the end is held out
+    (tmp_path / 'mixed.txt').write_text(text, encoding='utf-8')
+    prepare.main(['text', f'{tmp_path}/mixed.txt', '--tokenizer=char', f'--data_dir={tmp_path}/d'])
+    assert ('--documents=' in capsys.readouterr().err) == warned

@@ -1,5 +1,5 @@
-"""Corpora that datatrove's DocumentTokenizer tokenized: its files stay where they are, and are
-linked to.
+"""Corpora that are tokens already, and stay where they are: ids of your own, and what datatrove's
+DocumentTokenizer wrote, which is linked to.
 
 https://github.com/huggingface/datatrove, src/datatrove/pipeline/tokens/tokenizer.py: NAME.ds has
 ids without a header, and NAME.ds.index has the ends of its documents as uint64.
@@ -10,9 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
+from plaingpt.data.dataset import SPLITS, UNFINISHED, open_dataset
+from plaingpt.data.foreign_files import find_token_files, open_foreign
+from plaingpt.data.inspection import print_report
 from plaingpt.data.shards import empty, write_meta
-from plaingpt.data.token_files import check_ids, open_tokens
+from plaingpt.data.token_files import check_ids, dtype_named, name_of, open_tokens
+from plaingpt.data.tokenizers import IdsTokenizer
 from plaingpt.system.errors import UserError, progress_bar
+from plaingpt.system.files import locked
 
 
 def find_datatrove(folder):
@@ -61,3 +66,39 @@ def link_datatrove(shards, tokenizer, folder, command, val_fraction):
                 entry['files'].append({'name': path.name, 'tokens': file.tokens,
                                        'offset': file.offset, 'sha256': digest.hexdigest()})
     write_meta(folder, dtype, tokenizer, splits, command)
+
+
+def describe_ids(folder, vocab_size, dtype, command):
+    """Write the meta.json of someone's own ids in `folder`, and print a report. dtype: of ids
+    without a header, or None for what their bytes suggest. Raises UserError, with nothing written,
+    for other data and for an id beyond the vocabulary."""
+    paths = {split: find_token_files(folder, split) for split in SPLITS}
+    for split in SPLITS:
+        if not paths[split]:
+            raise UserError(f'{folder}: no {split}.bin or {split}.npy there: write the ids of this '
+                            'split with numpy')
+    with locked(folder, f'{folder}: another prepare.py is writing there: wait until it is done'):
+        earlier = open_dataset(folder, vocab_size)
+        of_text = earlier.meta and not earlier.has_own_ids()
+        if of_text or (folder / UNFINISHED).exists():
+            raise UserError(f'{folder} has tokens of text, which it describes already: train on it '
+                            'as it is, or copy ids of your own into another folder')
+        splits = {}
+        for split in SPLITS:
+            files = [open_foreign(path, vocab_size, dtype) for path in paths[split]]
+            splits[split] = {'tokens': sum(file.tokens for file in files),
+                             'files': [describe_file(file, vocab_size) for file in files]}
+        dtype = dtype_named(splits['train']['files'][0]['dtype'])
+        write_meta(folder, dtype, IdsTokenizer(vocab_size), splits, command)
+    if earlier.is_ours() and earlier.vocab_size != vocab_size:
+        print(f'{folder}: the vocabulary was {earlier.vocab_size:,} ids, and is {vocab_size:,} now')
+    print_report(open_dataset(folder))
+
+
+def describe_file(file, vocab_size):
+    """The entry of a TokenFile in meta.json. Raises UserError for an id beyond the vocabulary."""
+    entry = {'name': file.path.name, 'tokens': file.tokens, 'dtype': name_of(file.dtype),
+             'sha256': file.checksum(vocab_size)}
+    if file.offset:  # without one, the size of the file is checked too
+        entry['offset'] = file.offset
+    return entry

@@ -142,6 +142,15 @@ for split, rows in splits.map(process, remove_columns=['text'], num_proc=cores).
     tokens.flush()
 '''
 
+WITHOUT_GIGATOKEN = '''
+import runpy, sys
+sys.modules['gigatoken'] = None
+sys.argv = sys.argv[1:]
+sys.path.insert(0, '')
+runpy.run_path(sys.argv[0], run_name='__main__')
+'''
+
+
 def write_corpus(folder, megabytes):
     """A Parquet file of real text: the source of Python and of all installed packages, in parts as
     long as a web page. A number in front makes repeated parts differ."""
@@ -163,18 +172,20 @@ def prepare(config, _):
     """Text → GPT-2 tokens on the same cores: the recipe that nanoGPT's openwebtext/prepare.py made
     known, and prepare.py."""
     cores = len(os.sched_getaffinity(0))
-    times = {'recipe of nanoGPT': [], 'prepare.py': []}
+    times = {"nanoGPT's recipe": [], 'prepare.py': [], 'prepare.py without gigatoken': []}
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder, 'corpus')
         write_corpus(corpus, config.megabytes)
         for i in range(config.rounds):
             theirs, ours = Path(folder, f'recipe-{i}'), Path(folder, f'prepare-{i}')
             theirs.mkdir()
-            times['recipe of nanoGPT'].append(run_and_watch(
-                ['-c', RECIPE, corpus, theirs, str(cores)], ROOT).seconds)
-            times['prepare.py'].append(run_and_watch(
-                ['prepare.py', 'hf', corpus, '--val_fraction=0.0005',
-                 f'--data_dir={ours}'], ROOT).seconds)
+            argv = ['prepare.py', 'hf', corpus, '--val_fraction=0.0005']
+            for name, command in (
+                    ("nanoGPT's recipe", ['-c', RECIPE, corpus, theirs, str(cores)]),
+                    ('prepare.py', [*argv, f'--data_dir={ours}']),
+                    ('prepare.py without gigatoken',
+                     ['-c', WITHOUT_GIGATOKEN, *argv, f'--data_dir={ours}-without'])):
+                times[name].append(run_and_watch(command, ROOT).seconds)
         tokens, same = (sum(path.stat().st_size for path in place.glob('*.bin')) // 2
                         for place in (ours, theirs))
     if tokens != same:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from plaingpt.data.dataset import MASK_ENDING, SPLITS
+from plaingpt.data.gigatoken import fast_encode
 from plaingpt.data.shards import ShardWriter, write_meta, write_progress
 from plaingpt.data.splitting import put_in_splits
 from plaingpt.data.tokenizers import is_chat
@@ -49,7 +50,8 @@ def write_tokens(source, tokenizer, folder, command, progress, held_out, *, shar
     if done:
         print(f'resuming after {done:,} tokens that are written already')
     encode = partial(encode_conversations, tokenizer, dtype) if chat else partial(
-        encode_batch, tokenizer, None if source.is_one_text else tokenizer.end_of_text, dtype)
+        encode_batch, tokenizer, fast_encode(tokenizer),
+        None if source.is_one_text else tokenizer.end_of_text, dtype)
     pieces = put_in_splits(source, held_out, tokenizer.end_of_text is None)
     count = progress.get('count', 0)  # pieces that are written
     with closing(pieces), progress_bar('encoding', max_tokens or source.total,
@@ -93,13 +95,17 @@ def group_in_batches(pieces):
         yield group
 
 
-def encode_batch(tokenizer, end_of_text, dtype, batch, room=math.inf):
+def encode_batch(tokenizer, encode, end_of_text, dtype, batch, room=math.inf):
     """[(split, text, new_document)] → {split: Encoded}, with `end_of_text` before each document
-    unless it is None. room: the most tokens to train on; the document that reaches it is cut"""
+    unless it is None.
+
+    encode: the tokenizer's, or a faster function; room: the most tokens to train on, where the
+    document that reaches it is cut
+    """
     ids = {split: [] for split in SPLITS}
     documents, sizes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
     for split, text, new_document in batch:
-        found = tokenizer.encode(text)
+        found = encode(text)
         before = [end_of_text] if new_document and end_of_text is not None else []
         size = utf8_bytes(text)
         if split == 'train':
@@ -140,7 +146,7 @@ def map_in_order(function, batches, threads):
     """Yield (batch, function(batch)) in order; threads compute a few batches ahead, counted in
     characters: a batch may be one huge document."""
     # Threads and not processes: tiktoken works outside of Python's lock, so that they are as fast
-    # and share one vocabulary.
+    # and share one vocabulary. gigatoken holds the lock, but is faster than reading the text.
     with ThreadPoolExecutor(threads, thread_name_prefix='encode') as pool:
         waiting, ahead = deque(), 0
         for batch in batches:

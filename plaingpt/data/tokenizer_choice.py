@@ -5,13 +5,13 @@ import json
 import math
 import re
 from contextlib import closing
-from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
 from plaingpt.data import tokenizers
 from plaingpt.data.chat_tokenizer import as_chat
 from plaingpt.data.dataset import dataset_folder, open_dataset
+from plaingpt.data.encoding import utf8_bytes
 from plaingpt.data.foreign_tokenizer import FILES_OF_TOKENIZER, download, read_tokenizer
 from plaingpt.data.text_files import place_to_cut
 from plaingpt.data.tokenizers import BPETokenizer, CharTokenizer
@@ -22,8 +22,14 @@ from plaingpt.system.formatting import join_halves
 NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'  # those that need no file
 COMPLETE = 'gpt2', 'byte'  # those that need no text to learn from
 BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
-BPE_SAMPLE_CHARS = 50_000_000  # a bpe tokenizer is trained on about this much text at most
+BPE_SAMPLE_BYTES = 50_000_000  # a bpe tokenizer is trained on about this much text at most
+# Training takes 30 to 120 bytes of memory per byte of distinct words. English has few of them. In
+# Chinese, which has no spaces, all text between two punctuation marks is one word, and most differ.
+BPE_WORD_BYTES = 7_000_000  # of distinct words in a sample, about, at most
+PROBE_BYTES = 4_000_000  # of a text, in which distinct words are counted
 BLOCK_CHARS = 4096  # of a sample
+# What GPT-2's pattern calls a word, for Python's re, where \w is a letter, a digit or _.
+WORD = re.compile(r' ?[^\W\d_]+| ?\d+| ?(?:[^\w\s]|_)+|\s+')
 CHECKED_CHARS = 2**20  # that a borrowed tokenizer has to give back
 
 
@@ -109,7 +115,7 @@ def learn_tokenizer(name, source):
               "for GPT-2's, bpe:N, char, byte)")
     if name.startswith('bpe'):
         print(f'training the {name} tokenizer')
-        texts = sample(source, BPE_SAMPLE_CHARS)
+        texts = sample(source)
     elif name == 'char':
         texts = read_texts(source, 'finding characters')
         if not source.is_one_text:
@@ -162,34 +168,69 @@ def read_texts(source, what):
             bar.update(source.position() - bar.n)
 
 
-@lru_cache(1)  # of a running text they are asked for twice
-def count_characters(source):
-    return sum(map(len, read_texts(source, 'counting characters')))
-
-
-def sample(source, characters):
-    """Yield texts of about `characters` in all, spread evenly over files in any order, or all texts
-    if there are fewer. A dataset of the hub is too large to be read whole: it gives its first
-    texts."""
+def sample(source):
+    """Yield texts of about BPE_SAMPLE_BYTES, or of fewer so that their distinct words are about
+    BPE_WORD_BYTES: spread evenly over files in any order, or all texts if there are no more. A
+    dataset of the hub is too large to be read whole: it gives its first texts."""
     if source.unit != 'B':
-        for text in read_texts(source, 'learning from its beginning'):
-            yield text
-            characters -= len(text)
-            if characters <= 0:
-                break
+        yield from first_texts(source)
         return
-    total = count_characters(source)
-    if total <= characters:
+    total, distinct_share = measure_text(source)
+    sample_bytes = min(BPE_SAMPLE_BYTES, BPE_WORD_BYTES / distinct_share)
+    if total <= sample_bytes:
         yield from read_texts(source, 'learning from it')
         return
-    print(f'learning from {100 * characters / total:.3g}% of the text, which is spread evenly')
+    print(f'learning from {100 * sample_bytes / total:.3g}% of the text, which is spread evenly')
     for text in read_texts(source, 'learning from it'):
-        start = 0
-        while start < len(text):
-            block = text[start:place_to_cut(text, start, BLOCK_CHARS)]
-            start += len(block)
-            # another hash than the one for splits, so that the sample is spread over all of them
-            digest = hashlib.blake2b(block.encode('utf-8', 'replace'), digest_size=8,
-                                     person=b'sample').digest()
-            if int.from_bytes(digest, 'big') < characters / total * 2**64:
-                yield block
+        yield from sample_blocks(text, sample_bytes / total)
+
+
+def first_texts(source):
+    """Yield the texts with which a source begins until they reach either limit."""
+    probe_share = PROBE_BYTES / BPE_SAMPLE_BYTES
+    words, size = DistinctWords(), 0
+    for text in read_texts(source, 'learning from its beginning'):
+        yield text
+        size += utf8_bytes(text)
+        for block in sample_blocks(text, probe_share):
+            words.add(block)
+        if size >= BPE_SAMPLE_BYTES or words.bytes >= probe_share * BPE_WORD_BYTES:
+            return
+
+
+def measure_text(source):
+    """→ (bytes of text in a source, bytes of distinct words per byte of it). The second is that of
+    about PROBE_BYTES spread evenly; more text repeats more words."""
+    words, total, probed = DistinctWords(), 0, 0
+    for text in read_texts(source, 'measuring the text'):
+        total += utf8_bytes(text)
+        for block in sample_blocks(text, PROBE_BYTES / source.total):
+            probed += utf8_bytes(block)
+            words.add(block)
+    return total, words.bytes / probed if words.bytes else 1
+
+
+class DistinctWords:
+    """Adds up the bytes of distinct words."""
+
+    def __init__(self):
+        self.words, self.bytes = set(), 0
+
+    def add(self, text):
+        new = set(WORD.findall(text)) - self.words
+        self.words |= new
+        self.bytes += sum(map(utf8_bytes, new))
+
+
+def sample_blocks(text, share):
+    """Yield about this share of a text, in blocks chosen by their hashes. The blocks of a small
+    share are among those of a larger one."""
+    start = 0
+    while start < len(text):
+        block = text[start:place_to_cut(text, start, BLOCK_CHARS)]
+        start += len(block)
+        # another hash than the one for splits, so that the sample is spread over all of them
+        digest = hashlib.blake2b(block.encode('utf-8', 'replace'), digest_size=8,
+                                 person=b'sample').digest()
+        if int.from_bytes(digest, 'big') < share * 2**64:
+            yield block

@@ -2,8 +2,11 @@
 
 import json
 import random
+import subprocess
+import sys
 
 import pytest
+from helpers import ROOT
 
 import prepare
 from plaingpt.data import tokenizer_choice
@@ -20,6 +23,17 @@ def words(alphabet, seed, characters):
     known = [''.join(chance.choices(alphabet, k=chance.randrange(2, 9))) for _ in range(2000)]
     weights = [1 / n for n in range(1, 2001)]
     return ' '.join(chance.choices(known, weights, k=characters // 5))[:characters]
+
+
+def utf8_size(texts):
+    return sum(len(text.encode()) for text in texts)
+
+
+def limit_sample(monkeypatch, sample_bytes, word_bytes):
+    for name, value in (('SAMPLE', sample_bytes), ('WORD', word_bytes)):
+        monkeypatch.setattr(tokenizer_choice, f'BPE_{name}_BYTES', value)
+    monkeypatch.setattr(tokenizer_choice, 'PROBE_BYTES', word_bytes // 2)
+    monkeypatch.setattr(tokenizer_choice, 'BLOCK_CHARS', 50)
 
 
 def text_of(folder):
@@ -50,23 +64,76 @@ def languages(tmp_path_factory):
 
 
 def test_bpe_learns_the_same_whatever_the_order_of_the_files(languages, monkeypatch):
-    monkeypatch.setattr(tokenizer_choice, 'BPE_SAMPLE_CHARS', 200_000)
+    limit_sample(monkeypatch, 300_000, 50_000)
     made = [learn_tokenizer('bpe:500', Files(paths, 'two', TextReader()))
             for paths in (languages, languages[::-1])]
     assert made[0].tokens == made[1].tokens
-    assert 150_000 < sum(map(len, sample(Files(languages, 'two', TextReader()), 200_000))) < 250_000
+    assert 225_000 < utf8_size(sample(Files(languages, 'two', TextReader()))) < 375_000
     of_all = train_bpe([path.read_text() for path in languages], 500)
     for path in languages[1], languages[-1]:
         text = path.read_text()
         assert len(made[0].encode(text)) == pytest.approx(len(of_all.encode(text)), rel=0.1)
 
 
-def test_of_a_dataset_of_the_hub_it_learns_from_the_first_texts_and_reads_no_more(tmp_path):
+@pytest.mark.parametrize('alphabet, line', [
+    (range(0x4e00, 0x9fa5), 30), (range(0x3041, 0x3097), 30), (range(0xe01, 0xe2f), 20),
+    (range(0xac00, 0xd7a4), 10**6), (b'ACGT', 10**6), (range(ord('a'), ord('z') + 1), 8)],
+    ids=['Chinese', 'Japanese', 'Thai', 'one run of Korean', 'one run of DNA', 'random words'])
+@pytest.mark.parametrize('source', ['files', 'hub'])
+def test_the_distinct_words_that_bpe_learns_from_are_bounded(
+        source, alphabet, line, tmp_path, monkeypatch):
+    limit_sample(monkeypatch, 500_000, 80_000)
+    text = ''.join(map(chr, random.Random(0).choices(alphabet, k=400_000)))
+    lines = [text[i:i + line] for i in range(0, len(text), line)]
+    (tmp_path / 'a.txt').write_text('\n'.join(lines))
+    if source == 'hub':
+        rows = [text[i:i + 2000] for i in range(0, len(text), 2000)] if line > 2000 else lines
+        (tmp_path / 'train.jsonl').write_text(''.join(json.dumps({'text': row}) + '\n'
+                                                      for row in rows))
+    texts = list(sample(HubDataset(str(tmp_path), '', {'train': 'train'}, TextReader())
+                        if source == 'hub' else Files([tmp_path / 'a.txt'], 'a', TextReader())))
+    assert 50_000 < utf8_size({word for text in texts for word in text.split()}) < 110_000
+
+
+def test_bpe_learns_from_all_of_a_text_with_few_distinct_words(languages, monkeypatch):
+    limit_sample(monkeypatch, 300_000, 50_000)
+    text = languages[0].read_text()
+    learned = learn_tokenizer('bpe:500', Files(languages[:1], 'one', TextReader()))
+    assert learned.tokens == train_bpe([text], 500).tokens
+
+
+@pytest.mark.slow
+def test_learning_bpe_from_much_chinese_takes_less_than_a_gigabyte(tmp_path):
+    # A random text is worse than any real one: nearly all pairs of its characters differ.
+    pytest.importorskip('resource')
+    chance = random.Random(0)
+    with open(tmp_path / 'han.txt', 'w', encoding='utf-8') as file:
+        for _ in range(700_000):  # 64 MB
+            file.write(''.join(map(chr, chance.choices(range(0x4e00, 0x9fa5), k=30))) + '\n')
+    program = '''
+import resource, sys
+from pathlib import Path
+from plaingpt.data.documents import Files
+from plaingpt.data.rows import TextReader
+from plaingpt.data.tokenizer_choice import learn_tokenizer
+learn_tokenizer('bpe:32768', Files([Path(sys.argv[1])], 'han', TextReader()))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+'''
+    done = subprocess.run([sys.executable, '-c', program, tmp_path / 'han.txt'], check=True,
+                          cwd=ROOT, capture_output=True, text=True)
+    unit = 1 if sys.platform == 'darwin' else 1024  # of ru_maxrss
+    assert int(done.stdout.split()[-1]) * unit < 10**9
+
+
+def test_of_a_dataset_of_the_hub_it_learns_from_the_first_texts_and_reads_no_more(
+        tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer_choice, 'BPE_SAMPLE_BYTES', 3_000)
     # A row that is not text ends the reading where it is met.
     source = hub_copy(tmp_path / 'copy', [300] * 4, '{"text": {"no": "text"}}\n', strict=True)
-    assert list(sample(source, 3_000)) == [f'00 row {n:06d}' for n in range(231)]
+    assert list(sample(source)) == [f'00 row {n:06d}' for n in range(231)]
+    monkeypatch.setattr(tokenizer_choice, 'BPE_SAMPLE_BYTES', 10_000)
     whole = hub_copy(tmp_path / 'whole', [1, 30])
-    assert list(sample(whole, 10_000)) == [piece.text for piece in whole.pieces()]
+    assert list(sample(whole)) == [piece.text for piece in whole.pieces()]
 
 
 def hub_copy(folder, sizes, last='', **settings):

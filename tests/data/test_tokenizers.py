@@ -2,6 +2,8 @@
 
 import json
 import socket
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -9,7 +11,9 @@ from helpers import CHAT, SHARED, ask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plaingpt.data import gigatoken
 from plaingpt.data.chat_tokenizer import MARK, SPECIAL_TOKENS
+from plaingpt.data.gigatoken import NEW_CHARACTERS, Gigatoken, fast_encode
 from plaingpt.data.tokenizer_choice import make_tokenizer, train_bpe
 from plaingpt.data.tokenizers import (
     ByteTokenizer,
@@ -110,6 +114,49 @@ def test_no_text_becomes_a_special_token_and_the_template_writes_what_is_encoded
     rendered = CHAT.rendered_parts(CHAT.guard(messages))
     assert np.concatenate([part for part, _ in rendered]).tolist() == ids.tolist()
     assert sum(len(part) for part, learned in rendered if learned) == size + 1 == loss_mask.sum()
+
+
+def test_a_long_run_of_one_character_is_encoded_in_seconds(gpt2):
+    for character in 'a ':
+        began = time.perf_counter()
+        ids = gpt2.encode(character * 1_000_000)
+        assert time.perf_counter() - began < 20  # tiktoken before 0.13 took minutes
+        assert gpt2.decode(ids.tolist()) == character * 1_000_000
+
+
+def test_gigatoken_gives_the_ids_of_tiktoken_for_each_character_that_it_gets(gpt2, monkeypatch):
+    pytest.importorskip('gigatoken')
+    monkeypatch.setattr(gigatoken, 'CACHE_BYTES', 10_000)
+    encode = fast_encode(gpt2)
+    assert encode != gpt2.encode
+    characters = [chr(i) for i in range(0x110000)
+                  if not 0xd800 <= i < 0xe000 and not NEW_CHARACTERS.match(chr(i))]
+    assert len(characters) > 65_000
+    for i in range(0, len(characters), 1024):
+        # letters, digits and white space stay together differently from all others
+        text = ''.join(f"\n{c}'s{c}1 " for c in characters[i:i + 1024])
+        assert np.array_equal(encode(text), gpt2.encode(text)), characters[i]
+    assert np.array_equal(encode('\U00020000 \ud800'), gpt2.encode('\U00020000 \ud800'))
+
+
+class WrongIds:
+    """As gigatoken's class, with ids that are not tiktoken's."""
+
+    def from_tiktoken(path, pretokenizer):
+        return WrongIds()
+
+    def encode(self, data):
+        return np.zeros(len(data))
+
+
+def test_other_ids_of_gigatoken_are_noticed():
+    with pytest.raises(UserError, match='uninstall gigatoken'):
+        Gigatoken(BPE, WrongIds).encode('the cat')
+
+
+def test_without_gigatoken_tiktoken_encodes(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'gigatoken.gigatoken_rs', None)
+    assert fast_encode(BPE) == BPE.encode
 
 
 # -----------------------------------------------------------------------------

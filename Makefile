@@ -1,4 +1,4 @@
-# make quickstart          install, train a small GPT on Python's own source code, and let it write
+# make quickstart          install, train a small GPT on Python source code, and let it write; with a CUDA GPU, one of the size of GPT-2
 # make test                install, and run the tests: each property, in a few minutes
 # make test-slow           the rest: jobs under torchrun, kills by the dozen, pages of docs, installs
 # make test-oldest         the tests with the oldest packages that pyproject.toml admits
@@ -21,13 +21,15 @@ IN_SHORT = awk 'match($$0, "[^ /]+[.]whl") { \
         printf "  %s%s", parts[1], size; fflush() } \
     /^Installing/ { print "\n  … all here: unpacking them"; fflush() }'
 
+# '_gpu' where the PyTorch that was installed finds a CUDA GPU
+GPU = $(shell $(BIN)/python -c 'import torch; print("_gpu" if torch.cuda.is_available() else "")')
 WHAT ?= prepare
 
 .PHONY: quickstart test test-slow test-oldest torture compare lint clean
 
 quickstart: .venv/installed
-	$(BIN)/python train.py config/quickstart.py $(OPTIONS)
-	$(BIN)/python sample.py config/quickstart_sample.py $(OPTIONS)
+	$(BIN)/python train.py config/quickstart$(GPU).py $(OPTIONS)
+	$(BIN)/python sample.py config/quickstart_sample.py --out_dir=out-quickstart$(subst _,-,$(GPU)) $(OPTIONS)
 
 test: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2
@@ -51,7 +53,7 @@ lint: .venv/installed-dev
 	$(BIN)/ruff check .
 
 clean:
-	rm -rf .venv .venv-oldest out-quickstart data/pystdlib .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest out-quickstart out-quickstart-gpu data/pystdlib data/pypackages .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/installed: requirements.txt

@@ -3,6 +3,7 @@
     python plan.py config/gpt2_124m.py                               on this machine
     python plan.py config/gpt2_124m.py --gpu_memory_gb=40            on a GPU
     python plan.py config/gpt2_124m.py --gpu_memory_gb=24 --batch_size=auto --processes=8
+    python plan.py config/gpt2_124m.py --gpu=H100 --processes=8      hours, too
 """
 
 import sys
@@ -17,6 +18,7 @@ from plaingpt.parallel.blocks import CHECKPOINT_MODES
 from plaingpt.system import devices
 from plaingpt.system.errors import run_script
 from plaingpt.system.formatting import GIB, count_of, duration, gib, short
+from plaingpt.system.gpus import MEASURED, peak_flops
 from plaingpt.training import memory
 from plaingpt.training.checkpoint import KEPT
 from plaingpt.training.dtype_choice import choose_training_dtype
@@ -31,10 +33,23 @@ class PlanConfig(TrainConfig):
     """The settings of a plan. Those that are without repr do not change a trace of a step."""
     # plan
     gpu_memory_gb: float = 0.0  # memory of each GPU; 0: this machine
+    gpu: str = ''  # H100: its memory, and the hours by the speed that was measured
     processes: int = field(default=1, repr=False)  # that share a step, one on each GPU
 
     above_0 = (*TrainConfig.above_0, 'processes')
     at_least_0 = (*TrainConfig.at_least_0, 'gpu_memory_gb')
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.gpu in MEASURED and not self.gpu_memory_gb:
+            _, self.gpu_memory_gb = MEASURED[self.gpu]
+
+    def conflicts(self):
+        problems = super().conflicts()
+        if self.gpu and self.gpu not in MEASURED:
+            problems.append(f'gpu={self.gpu}: only the {", ".join(MEASURED)} was measured; for the '
+                            'memory of another GPU give --gpu_memory_gb')
+        return problems
 
     def world_size(self):
         return self.processes
@@ -122,6 +137,12 @@ def print_run(shape, config, tokens, source, seconds):
     took = f', {duration(config.max_iters * seconds)} as a step takes here' if seconds else ''
     print(f'time: {count_of(config.max_iters, "iteration")}, '
           f'{float(flops * total):.3g} FLOPs{took}')
+    shares, _ = MEASURED.get(config.gpu, ({}, 0))
+    if share := shares.get(config.optimizer):
+        seconds = flops * total / (share * peak_flops(config.gpu, 'bfloat16') * config.processes)
+        print(f'  {duration(seconds)} on {count_of(config.processes, config.gpu)}, without '
+              f'evaluations: computed from the {share:.0%} of its peak that one was measured to '
+              'reach with GPT-2 124M')
 
 
 def main(argv):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, fails
 
 import model
 import plan
@@ -13,7 +13,7 @@ from model import GPT, GPTConfig
 from plaingpt.experiments import speed
 from plaingpt.experiments.speed import planned_shape
 from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES
-from plaingpt.system.formatting import GIB
+from plaingpt.system.formatting import GIB, duration
 from plaingpt.training.start import Start
 from plan import PlanConfig
 
@@ -162,3 +162,17 @@ def test_models_of_a_run_a_folder_and_nanogpt_are_planned_in_their_own_shape(tra
         assert (shape.n_layer, shape.n_embd, shape.dropout) == (2, 32, 0.1)
     shape = find_shape('--init_from=auto', f'--out_dir={tmp_path}/new', '--n_layer=5', *common)
     assert shape.n_layer == 5
+
+
+def test_the_hours_on_a_measured_gpu_are_those_that_its_steps_took(capsys):
+    for processes in 1, 8:
+        plan.main([str(ROOT / 'config/gpt2_124m.py'), '--dataset=no_such_dataset', '--gpu=H100',
+                   f'--processes={processes}', '--max_iters=75'])
+        out = capsys.readouterr().out
+        assert f'{duration(75 / processes)} on {processes} H100' in out  # 8 × 125 ms per step
+        assert 'fits in 79.20 GiB' in out
+
+
+def test_a_gpu_that_was_not_measured_is_refused(capsys, monkeypatch):
+    line = fails(capsys, monkeypatch, plan.main, '--gpu=4090')
+    assert 'gpu=4090' in line and '--gpu_memory_gb' in line

@@ -1,7 +1,12 @@
+import argparse
+import csv
 import hashlib
+import inspect
 import json
 import re
 import resource
+import shutil
+import sys
 import sysconfig
 import tracemalloc
 from pathlib import Path
@@ -11,7 +16,7 @@ from helpers import ROOT, SHARED, exit_code, fails, fork, shared_file
 
 import prepare
 from plaingpt.data import encoding, overlap, text_files, tokenizer_choice
-from plaingpt.data.corpora import CORPORA, Corpus, find_standard_library
+from plaingpt.data.corpora import CORPORA, Corpus, find_packages, find_standard_library
 from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.data.tokenizer_choice import choose_vocab_size
 
@@ -40,6 +45,22 @@ def test_the_standard_library_comes_without_its_tests_and_what_was_installed_lat
     found = [path.relative_to(sysconfig.get_paths()['stdlib']) for path in find_standard_library()]
     assert len(found) > 300 and {*map(Path, ('abc.py', 'json/decoder.py', 'heapq.py'))} < {*found}
     assert not [path for path in found if {'test', 'site-packages'} & {*path.parts}]
+
+
+def test_of_installed_packages_near_copies_and_tables_are_left_out(tmp_path, monkeypatch):
+    folder = tmp_path / 'site-packages'
+    code = {name: inspect.getsource(module) for name, module in (
+        ('a/csv.py', csv), ('b/shutil.py', shutil), ('c/argparse.py', argparse))}
+    code['d/vendored_shutil.py'] = code['b/shutil.py'].replace('import', 'from x import', 9)
+    rows = ''.join(f'    {i}: Kind.LETTER,\n' for i in range(999))
+    code['e/table.py'] = f'TABLE = {{\n{rows}}}\n'
+    code['f/__init__.py'] = 'from .g import *\n'
+    for name, text in code.items():
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(text)
+    monkeypatch.setattr(sys, 'path', [str(folder), str(tmp_path)])
+    found = {str(path.relative_to(folder)) for path in find_packages()}
+    assert found == {'a/csv.py', 'b/shutil.py', 'c/argparse.py'}
 
 
 def test_meta_json_describes_the_files(char_data):

@@ -1,21 +1,25 @@
 """Compare with the programs that people know, on the same machine, in turn.
 
     python tools/compare.py race --nanogpt=FOLDER     the CPU recipes, whole processes
+    python tools/compare.py race-gpu --nanogpt=FOLDER --save=FOLDER
+                                                      GPT-2 124M on Python source: nanoGPT, the
+                                                      plain recipe and the fast one
+    python tools/compare.py equality --nanogpt=FOLDER
+                                                      nanoGPT and the plain recipe, --rounds seeds
+    python tools/compare.py picture                   docs/loss-over-time.png, of results/race-*.csv
     python tools/compare.py own-text notes.txt --nanogpt=FOLDER --minutes=5
                                                       a text of one's own, beside xz too
     python tools/compare.py prepare                   beside nanoGPT's recipe
     python tools/compare.py generation                beside transformers
 
-race takes settings of train.py too, for plainGPT: --batch_size=16 --dtype=float32.
+race takes settings of train.py too, for plainGPT: --batch_size=16 --dtype=float32. race-gpu and
+equality take settings that both programs have, for all: --max_iters=300.
 """
 
-import json
 import lzma
 import math
 import os
 import pickle
-import re
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -30,6 +34,15 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from races import (
+    CPU_RECIPE,
+    equality,
+    picture,
+    race,
+    race_gpu,
+    run_and_watch,
+    score_whole_split,
+)
 
 from configurator import load_config
 from model import GPT, GPTConfig
@@ -41,16 +54,16 @@ from plaingpt.inference.hf_export import write_hf
 from plaingpt.inference.weight_layout import prepare_for_generation
 from plaingpt.system.devices import choose_device, synchronize
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.files import ROOT, make_writable, write_atomically
+from plaingpt.system.files import ROOT, make_writable
 from plaingpt.training.settings import TrainConfig
 
 
 @dataclass
 class CompareConfig(TrainConfig):
     # comparison
-    nanogpt: str = ''  # race, own-text: nanoGPT's folder
+    nanogpt: str = ''  # nanoGPT's folder
     rounds: int = 3  # runs of each program
-    save: str = ''  # race: a folder for race.csv
+    save: str = ''  # races: a folder for race.csv
     text: str = ''  # own-text: a file
     megabytes: int = 500  # prepare: of text
 
@@ -58,62 +71,8 @@ class CompareConfig(TrainConfig):
         return True  # own-text
 
 
-# nanoGPT's recipe for a CPU, from its README, "I only have a macbook"
-CPU_RECIPE = [
-    'train.py', 'config/train_shakespeare_char.py', '--device=cpu', '--compile=False',
-    '--eval_iters=20', '--log_interval=50', '--block_size=64', '--batch_size=12', '--n_layer=4',
-    '--n_head=4', '--n_embd=128', '--max_iters=2000', '--lr_decay_iters=2000', '--dropout=0.0']
-
-
 # -----------------------------------------------------------------------------
-# whole processes: race, own-text
-
-
-def run_and_watch(command, folder):
-    """Run a Python script → (seconds in all, [(seconds so far, validation loss)])."""
-    started, curve = time.perf_counter(), []
-    process = subprocess.Popen([sys.executable, '-u', *command], cwd=folder, text=True,
-                               stdout=subprocess.PIPE)
-    for line in process.stdout:
-        if found := re.search(r'val loss ([\d.]+)', line):
-            curve.append((time.perf_counter() - started, float(found[1])))
-    if process.wait():
-        sys.exit(f'{" ".join(map(str, command))} failed')
-    return time.perf_counter() - started, curve
-
-
-def score_whole_split(model, output, dataset='shakespeare_char', checkpoint='latest'):
-    """The scores of a trained model over all of the validation text. output: a new file"""
-    command = [sys.executable, 'evaluate.py', model, f'--checkpoint={checkpoint}',
-               f'--dataset={dataset}', f'--tokenizer={dataset}', f'--output={output}']
-    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
-    return json.loads(Path(output).read_text())['results']['val']
-
-
-def race(config, options):
-    """When ours reaches nanoGPT's last loss, and where both end. nanoGPT's loss is that of its best
-    checkpoint over the whole validation text; ours on the way is that of its evaluations."""
-    settings = ['config/shakespeare_char_cpu_best.py', '--device=cpu', *options]
-    subprocess.run([sys.executable, 'data/shakespeare_char/prepare.py'], cwd=config.nanogpt,
-                   check=True, stdout=subprocess.DEVNULL)
-    curves = {}
-    for number in range(1, config.rounds + 1):
-        with tempfile.TemporaryDirectory() as out:
-            theirs, curves['nanoGPT', number] = run_and_watch([*CPU_RECIPE, f'--out_dir={out}'],
-                                                              config.nanogpt)
-            ours, curves['plainGPT', number] = run_and_watch(
-                ['train.py', *settings, f'--out_dir={out}/ours'], ROOT)
-            goal, end = (score_whole_split(model, f'{out}/{i}.json')['loss'] for i, model in
-                         enumerate((f'--init_from={out}/ckpt.pt', f'--out_dir={out}/ours')))
-        reached = next((seconds for seconds, loss in curves['plainGPT', number] if loss <= goal),
-                       math.nan)
-        print(f'nanoGPT ends at {goal:.4f} after {theirs:.1f} s; plainGPT is below that after '
-              f'{reached:.1f} s, and ends at {end:.4f} after {ours:.1f} s', flush=True)
-    if config.save:
-        write_atomically(Path(config.save, 'race.csv'), ''.join(
-            ['program,round,seconds,val_loss\n', *(
-                f'{program},{number},{seconds:.2f},{loss}\n'
-                for (program, number), points in curves.items() for seconds, loss in points)]))
+# own-text
 
 
 def own_text(config, _):
@@ -150,9 +109,9 @@ def train_nanogpt(config, dataset, out):
     def run(iters):
         return run_and_watch([*CPU_RECIPE, f'--dataset={dataset}', f'--out_dir={out}',
                               f'--max_iters={iters}', f'--lr_decay_iters={iters}'], config.nanogpt)
-    _, curve = run(500)  # it evaluates every 250
+    curve = run(500).curve  # it evaluates every 250
     begin, step = curve[0][0], (curve[2][0] - curve[0][0]) / 500
-    return run(math.floor((60 * config.minutes - begin) / step))[0]
+    return run(math.floor((60 * config.minutes - begin) / step)).seconds
 
 
 # -----------------------------------------------------------------------------
@@ -226,7 +185,7 @@ def prepare(config, _):
                     ('prepare.py', [*argv, f'--data_dir={ours}']),
                     ('prepare.py without gigatoken',
                      ['-c', WITHOUT_GIGATOKEN, *argv, f'--data_dir={ours}-without'])):
-                times[name].append(run_and_watch(command, ROOT)[0])
+                times[name].append(run_and_watch(command, ROOT).seconds)
         tokens, same = (sum(path.stat().st_size for path in place.glob('*.bin')) // 2
                         for place in (ours, theirs))
     if tokens != same:
@@ -294,7 +253,8 @@ def generation(config, _):
                   f'{base / best:6.2f}x', flush=True)
 
 
-COMPARISONS = {'race': race, 'own-text': own_text, 'prepare': prepare, 'generation': generation}
+COMPARISONS = {'race': race, 'race-gpu': race_gpu, 'equality': equality, 'picture': picture,
+               'own-text': own_text, 'prepare': prepare, 'generation': generation}
 
 
 def main(argv):
@@ -303,7 +263,7 @@ def main(argv):
     config = load_config(CompareConfig, options, __doc__, positional='text')
     if len(names) != 1:
         raise UserError(f'name one comparison: {", ".join(COMPARISONS)}')
-    if names[0] in ('race', 'own-text') and not config.nanogpt:
+    if names[0] in ('race', 'race-gpu', 'equality', 'own-text') and not config.nanogpt:
         raise UserError("say where nanoGPT's code is: --nanogpt=FOLDER")
     if names[0] == 'own-text' and not (config.text and config.minutes):
         raise UserError('say which text, and for how long: notes.txt --minutes=5')

@@ -1,15 +1,24 @@
 """The corpora that prepare.py knows by name. A new corpus is one entry in CORPORA."""
 
+import sys
 import sysconfig
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from plaingpt.data.dataset import dataset_folder, has_token_files, open_named, read_names
 from plaingpt.data.tokenizers import GPT2Tokenizer
+from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import short
 
+# Of the packages that are installed here:
+SMALL_FILE_BYTES = 500  # shorter files are mostly lists of imports
+MAX_SHARED = 0.3  # share of a file's passages that may be in files before it
+MIN_COMPRESSED = 0.15  # of its size; code compresses to about 0.28
 # The kinds of corpora, and what of prepare.py's options each takes.
 ENCODING = 'val_fraction tokenizer shard_tokens num_proc'
 OPTIONS = {
@@ -52,6 +61,49 @@ def find_standard_library():
             and not p.name.startswith('_sysconfigdata')]
 
 
+def find_packages():
+    """The Python source of the packages that are installed here, without near-copies: many packages
+    bring parts of others."""
+    folders = [Path(folder) for folder in sys.path
+               if Path(folder).name in ('site-packages', 'dist-packages')]
+    paths = dict.fromkeys(path for folder in folders for path in sorted(folder.rglob('*.py'))
+                          if path.stat().st_size >= SMALL_FILE_BYTES)
+    if not paths:
+        raise UserError('no package is installed beside this Python: train on pystdlib')
+    print(f'comparing {len(paths):,} Python files, to leave out near-copies and tables')
+    seen, kept = set(), []
+    for path in paths:
+        data = path.read_bytes()
+        passages = sample_passages(data)
+        is_copy = sum(passage in seen for passage in passages) > MAX_SHARED * len(passages)
+        if not is_copy and not is_table(data):
+            kept.append(path)
+            seen.update(passages)
+    # Validation gets the first documents that are chosen for it: some of each package.
+    return sorted(kept, key=lambda path: zlib.crc32(bytes(path)))
+
+
+def is_table(data):
+    """Whether a file is a table that is a program only in name: it compresses far more than code.
+    """
+    middle = data[len(data) // 2:][:2**16] if len(data) > 2**17 else data[:2**16]
+    return len(zlib.compress(middle, 1)) < MIN_COMPRESSED * len(middle)
+
+
+def sample_passages(data):
+    """Hashes of passages of a file, each of four lines in a row: of about one in eight, and always
+    the same ones. Short lines are everywhere, and left out."""
+    lines = [zlib.crc32(line.strip()) for line in data.split(b'\n') if len(line) >= 20]
+    hashes = np.array(lines, np.uint64)
+    rows = [hashes[i:len(hashes) - 3 + i] for i in range(4)] if len(hashes) > 3 else [hashes]
+    passages = np.zeros(len(rows[0]), np.uint64)
+    for row in rows:
+        passages = (passages ^ row) * np.uint64(0x9E3779B97F4A7C15)  # modulo 2^64
+        passages ^= passages >> np.uint64(32)
+    chosen = passages[passages % np.uint64(8) == 0] if len(passages) > 200 else passages
+    return chosen.tolist()
+
+
 TINY_SHAKESPEARE = dict(
     url='https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt',
     sha256='86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed', small=True)
@@ -60,6 +112,9 @@ CORPORA = {
     'pystdlib': Corpus("the source of Python's standard library, found on this machine",
                        'bpe:2048', files=find_standard_library, vocab_size=2048, small=True,
                        recipe='config/quickstart.py'),
+    'pypackages': Corpus("the source of the Python packages installed here, 200 to 400 MB",
+                         'bpe:32768', files=find_packages, vocab_size=32_768, small=True,
+                         tokens=66_000_000, recipe='config/quickstart_gpu.py'),
     'readme': Corpus('the README of this project, to try things out', 'char',
                      files=str(ROOT / 'README.md'), small=True, recipe='config/tiny.py'),
     'shakespeare_char': Corpus('tiny Shakespeare, one token a character (nanoGPT)', 'char',

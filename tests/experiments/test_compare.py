@@ -1,8 +1,13 @@
 import math
+import sys
 
 import compare
 import pytest
+import races
+from helpers import ROOT, TINY, lines, options, run
 
+import prepare
+import train
 from model import GPTConfig
 
 
@@ -15,3 +20,30 @@ def test_tokens_are_generated_beside_transformers(monkeypatch, capsys):
     assert 'tiny, batch 8: 64 tokens after 64' in out
     assert all(math.isfinite(float(line.split()[2])) for line in out.splitlines()
                if line.startswith('  plainGPT'))
+
+
+def test_a_race_reads_what_both_programs_print(tmp_path):
+    (tmp_path / 'train.py').write_text("""print('step 100: train loss 3.6025, val loss 3.7330')
+print('iter 120: loss 3.5, time 131.00ms, mfu 45.00%')
+print('iter 100 | train loss 2.3725 | val loss 2.6323 ± 0.0752 | 1.672 bits/byte | best')
+print('iter 120 | loss 2.1489 | lr 1.27e-03 | grad 0.42 | 140 ms | 467k tok/s')""")
+    watched = races.run_and_watch(['train.py'], tmp_path)
+    assert [point[1:] for point in watched.curve] == [(100, 3.7330), (100, 2.6323)]
+    assert watched.step_ms == [131.0, 140.0]
+
+
+def test_the_quickstart_of_a_gpu_trains_small_on_a_cpu(text_file, tmp_path):
+    prepare.main(['text', str(text_file), '--tokenizer=bpe:300', f'--data_dir={tmp_path}/d'])
+    train.main([str(ROOT / 'config/quickstart_gpu.py'), f'--dataset={tmp_path}/d', '--device=cpu',
+                *options(n_layer=2, n_head=2, n_embd=32, block_size=32, batch_size=4,
+                         total_batch_size=256, max_iters=20, warmup_iters=2, eval_interval=20,
+                         report=False, dtype='float32', out_dir=tmp_path / 'out')])
+    first, last = (row['val_loss'] for row in lines(tmp_path / 'out', 'val_loss'))
+    assert last < first - 0.3
+
+
+@pytest.mark.slow
+def test_the_parts_of_a_start_are_printed(char_data):
+    out = run(sys.executable, ROOT / 'tools/first_step.py', *TINY, f'--dataset={char_data}')
+    for part in 'imports of train.py', 'setup', 'preflight', 'evaluate', 'end':
+        assert part in out

@@ -40,6 +40,7 @@ COMPRESSED = {'.zst', '.bz2', '.xz', '.zip', '.7z', '.rar', '.tar', '.tgz', '.lz
 KINDS_NAMED = 8  # endings of files that a folder leaves out
 ONE_TEXT_FILES = 100  # fewer text files than this are one text
 SMALL_PIECE_CHARS = 2**15  # the least of a file that goes into one split
+MAX_NUL = 0.05  # share of NUL bytes in text; UTF-16 and binary files have more
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte
 
 
@@ -215,8 +216,9 @@ class Files(Source):
                         yield text, True
                 return
             is_plain = self.encoding == 'utf-8' and not path.name.lower().endswith('.gz')
-            if is_plain and b'\0' in self._file.peek():
-                raise Unusable(shown(path), 'not UTF-8 text', ': it contains NUL bytes')
+            head = self._file.peek()
+            if is_plain and head.count(0) > MAX_NUL * len(head):
+                raise Unusable(shown(path), 'not UTF-8 text', ': it is full of NUL bytes')
             if path not in self.named and (size > text_files.BLOCK_CHARS or self.form == 'line'):
                 self.read_to_end(path)
             with open_text(self._file, self.encoding) as text:

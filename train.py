@@ -256,8 +256,13 @@ def evaluate(run, monitor):
     """
     step, progress = run.step, run.progress
 
+    # without dropout, one process evaluates with the graph that is compiled for training
+    as_trained = bool(run.compile) and run.world.size == 1 and run.config.dropout == 0 \
+        and not run.config.eval_only
+
     def loss_of(loader):
-        return mean_loss(step.model, loader, progress.eval_sequences, step.autocast, run.stop)
+        return mean_loss(step.model, loader, progress.eval_sequences, step.autocast, run.stop,
+                         as_trained=as_trained)
 
     # with average_decay, the average of the weights is evaluated
     with monitor.metrics.paused('evaluation'), averaged(step.optimizer):

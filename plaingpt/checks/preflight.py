@@ -15,7 +15,7 @@ import torch
 from plaingpt.checks import data_checks, learning_checks, model_checks
 from plaingpt.checks.model_checks import NotChecked
 from plaingpt.parallel.blocks import apply_activation_checkpointing
-from plaingpt.system.devices import exact_matmul
+from plaingpt.system.devices import eager, exact_matmul
 from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError, phase
 from plaingpt.system.formatting import one_line
@@ -60,7 +60,9 @@ def preflight(run):
     for name in set(skipped) - set(names):
         nearest = get_close_matches(name, names, n=1) or names
         raise UserError(f'skip_checks={name}: there is no such check; use {", ".join(nearest)}')
-    with torch.random.fork_rng([run.device] if run.device.type == 'cuda' else []):
+    # in eager mode: their shapes are not those of training, and each would be compiled
+    with torch.random.fork_rng([run.device] if run.device.type == 'cuda' else []), \
+            eager(run.compile):
         found = {} if brief else make(BEFORE, run, skipped)
         if not any(found.values()):  # else what is inside would say the same once more
             found |= make(LATER if brief else INSIDE, with_small_model(run), skipped)

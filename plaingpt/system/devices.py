@@ -126,6 +126,11 @@ def build_problem(device):
     return None
 
 
+def eager(compile):
+    """A context in which compiled modules run eagerly. compile: whether there are any"""
+    return torch.compiler.set_stance('force_eager') if compile else nullcontext()
+
+
 def keep_compiled_graphs():
     """Let torch.compile keep its graphs on disk for the next start, also those with an
     autograd.Function, as the chunked loss is one."""

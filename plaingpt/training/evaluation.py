@@ -17,22 +17,24 @@ from plaingpt.system.errors import UserError
 
 
 @torch.no_grad()
-def mean_loss(model, loader, sequences, context, stop=None, label=None):
+def mean_loss(model, loader, sequences, context, stop=None, label=None, as_trained=False):
     """→ (mean loss in nats a token, its standard error). sequences: how many to read, evenly spaced
     over the split. model returns (logits or None, the loss of a batch, or those of its sequences).
     The standard error is that of the mean of these losses, None if there is one.
     Each process evaluates its share. stop: a StopRequest, checked between batches.
-    label: of a progress bar. Raises Stopped.
+    label: of a progress bar; as_trained: call the model as a training step does, with the same
+    graph if it is compiled: another one for evaluations would take as long to compile. Raises
+    Stopped.
     """
-    model.eval()
+    model.train(as_trained)
     parts = []  # (targets, in sequences; loss) of each batch, or of each sequence
     for starts in tqdm(loader.eval_batches(sequences), label, leave=False,
                        disable=None if label and launched_world().is_main else True):
         if stop:
             stop.raise_if_stopped()
         idx, targets = loader.eval_batch(starts)  # even an empty one: all gather a sharded model
-        with context:
-            _, loss = model(idx, targets)
+        with context, torch.set_grad_enabled(as_trained):
+            loss = model(idx, targets)[1].detach()
         counts = (targets != -1).sum(1) / targets.size(1)  # (B,)
         counts = counts if loss.dim() else counts.sum()
         parts.append(torch.stack((counts, loss.float())).view(2, -1))

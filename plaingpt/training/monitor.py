@@ -3,7 +3,7 @@ says at its end. The run is the same without it."""
 
 import math
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from plaingpt.monitoring.metrics import Metrics
 from plaingpt.monitoring.references import find_reference
 from plaingpt.monitoring.run_record import describe_run
 from plaingpt.monitoring.run_report import write_report
+from plaingpt.system.devices import eager
 from plaingpt.system.distributed import (
     StopRequest,
     all_reduce_mean,
@@ -36,11 +37,6 @@ from plaingpt.training.step import SkippedSteps
 HEALTH_INTERVAL = 100  # iterations between health checks
 LOOKS = 5  # health checks in a short run, at least: a curve needs a few points
 SAMPLE_TOKENS = 100  # in a sample
-
-
-def eager(compile):
-    """A context in which nothing that is compiled is called. compile: whether anything is"""
-    return torch.compiler.set_stance('force_eager') if compile else nullcontext()
 
 
 class Monitor:

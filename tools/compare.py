@@ -60,6 +60,7 @@ from plaingpt.training.settings import TrainConfig
 
 @dataclass
 class CompareConfig(TrainConfig):
+    dataset: str = 'pypackages'  # race-gpu, equality
     # comparison
     nanogpt: str = ''  # nanoGPT's folder
     rounds: int = 3  # runs of each program
@@ -269,7 +270,7 @@ def main(argv):
         raise UserError('say which text, and for how long: notes.txt --minutes=5')
     if config.save:
         make_writable(config.save, 'save')
-    own = ('--nanogpt=', '--rounds=', '--save=')
+    own = ('--nanogpt=', '--rounds=', '--save=', '--dataset=')
     COMPARISONS[names[0]](config, [arg for arg in options if not arg.startswith(own)])
 
 

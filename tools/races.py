@@ -9,11 +9,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import NamedTuple
 
-from plaingpt.data.dataset import open_dataset
+from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.system.files import ROOT, write_atomically
 
 # nanoGPT's recipe for a CPU, from its README, "I only have a macbook"
@@ -89,7 +90,6 @@ def save_curves(config, curves):
 # -----------------------------------------------------------------------------
 # on a GPU: race-gpu, equality
 
-GPU_DATA = 'pypackages'
 # the same for all programs: 2^16 tokens a step
 GPU_SETTINGS = ['--max_iters=600', '--lr_decay_iters=600', '--eval_interval=100', '--eval_iters=8',
                 '--log_interval=20', '--batch_size=64']
@@ -109,33 +109,37 @@ runpy.run_path('train.py', run_name='__main__')
 """
 
 
-def share_with_nanogpt(folder):
-    """Let nanoGPT read the same two files of tokens. folder: a new one for it"""
-    subprocess.run([sys.executable, 'prepare.py', GPU_DATA], cwd=ROOT, check=True)
-    dataset = open_dataset(ROOT / 'data' / GPU_DATA)
+def share_with_nanogpt(folder, name):
+    """Let nanoGPT read the two files of tokens of a dataset. folder: a new one for it"""
+    if name == 'pypackages':
+        subprocess.run([sys.executable, 'prepare.py', name], cwd=ROOT, check=True)
+    dataset = open_dataset(ROOT / dataset_folder(name))
     folder.mkdir()
-    for name in ('train.bin', 'val.bin'):
-        (folder / name).symlink_to(dataset.folder / name)
+    for file in ('train.bin', 'val.bin'):
+        (folder / file).symlink_to(dataset.folder / file)
     with open(folder / 'meta.pkl', 'wb') as f:
         pickle.dump({'vocab_size': dataset.vocab_size}, f)
 
 
 def gpu_programs(config, options, out):
-    """{name: (function(seed) that trains → Watched, what evaluate.py takes for its model)} out: a
-    folder for all"""
-    share_with_nanogpt(out / 'data')
+    """{name: (function of a seed that trains → Watched, how evaluate.py is told of its model)}
+    out: a folder for all"""
+    share_with_nanogpt(out / 'data', config.dataset)
 
-    def run(name, command, folder, dataset):
-        return run_and_watch([*command, *GPU_SETTINGS, f'--dataset={dataset}',
-                              f'--out_dir={out / name}', *options], folder)
-    return {
-        'nanoGPT': (lambda seed: run('theirs', ['-c', SEEDED, str(seed), *NANOGPT_GPU],
-                                     config.nanogpt, out / 'data'),
-                    f'--init_from={out}/theirs/ckpt.pt'),
-        'gpt2_124m': (lambda seed: run('plain', [*PLAIN, f'--seed={1337 + seed}'], ROOT, GPU_DATA),
-                      f'--out_dir={out}/plain'),
-        'quickstart_gpu': (lambda seed: run('fast', [*FAST, f'--seed={1337 + seed}'], ROOT,
-                                            GPU_DATA), f'--out_dir={out}/fast')}
+    def theirs(seed):
+        return run_and_watch(
+            ['-c', SEEDED, str(seed), *NANOGPT_GPU, *GPU_SETTINGS, f'--dataset={out}/data',
+             f'--out_dir={out}/nanoGPT', *options], config.nanogpt)
+
+    def ours(command, folder, seed):
+        return run_and_watch(
+            [*command, *GPU_SETTINGS, f'--dataset={config.dataset}', f'--seed={1337 + seed}',
+             f'--out_dir={folder}', *options], ROOT)
+
+    programs = {'nanoGPT': (theirs, f'--init_from={out}/nanoGPT/ckpt.pt')}
+    for name, command in ('gpt2_124m', PLAIN), ('quickstart_gpu', FAST):
+        programs[name] = partial(ours, command, out / name), f'--out_dir={out / name}'
+    return programs
 
 
 def race_gpu(config, options):
@@ -146,7 +150,7 @@ def race_gpu(config, options):
         for name, (train, model) in gpu_programs(config, options, Path(out)).items():
             watched = train(0)
             curves[name, 1] = watched.curve
-            score = score_whole_split(model, f'{out}/{name}.json', GPU_DATA)
+            score = score_whole_split(model, f'{out}/{name}.json', config.dataset)
             print(f'{name}: loss {score["loss"]:.4f} ± {score["loss_stderr"]:.4f} after '
                   f'{watched.seconds:.1f} s; {median(watched.step_ms):.1f} ms a step; first '
                   f'evaluation after {watched.curve[0][0]:.1f} s', flush=True)
@@ -162,7 +166,8 @@ def equality(config, options):
             for name in ('nanoGPT', 'gpt2_124m'):
                 train, model = programs[name]
                 train(seed)
-                losses[name] = score_whole_split(model, f'{out}/{name}.json', GPU_DATA)['loss']
+                score = score_whole_split(model, f'{out}/{name}.json', config.dataset)
+                losses[name] = score['loss']
         differences.append(losses['gpt2_124m'] - losses['nanoGPT'])
         print(f'seed {seed}: ' + ', '.join(f'{name} {loss:.4f}' for name, loss in losses.items()),
               flush=True)

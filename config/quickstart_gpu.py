@@ -2,7 +2,7 @@
 # the recipe of config/gpt2_124m_fast.py in two minutes of an H100.
 #   python train.py config/quickstart_gpu.py
 #   python sample.py config/quickstart_sample.py --out_dir=out-quickstart-gpu
-# A slower GPU takes the same command with a time, such as --minutes=5.
+# A slower GPU takes a time, such as --minutes=5, and one of 16 GiB also --batch_size=16.
 
 out_dir = 'out-quickstart-gpu'
 dataset = 'pypackages'  # the Python packages installed here, with a vocabulary of 32,768
@@ -20,9 +20,10 @@ conv = 4
 tied_head = False
 zero_init = True
 
-# 2^16 tokens a step; 600 steps = 39M tokens. auto: as many sequences at a time as fit in memory.
+# 2^16 tokens a step; 600 steps = 39M tokens. By plan.py, batch_size takes 16 GiB of memory, and 16
+# sequences at a time 10 GiB.
 total_batch_size = 2**16
-batch_size = 'auto'
+batch_size = 32
 max_iters = 600
 
 optimizer = 'normuon'

@@ -14,14 +14,13 @@ import json
 from dataclasses import dataclass, field
 
 from plaingpt.data.left_out import Unusable
-from plaingpt.data.rows import list_columns, match_name
+from plaingpt.data.rows import first_match, list_columns, match_name
 
 LISTS = 'messages', 'conversations', 'conversation', 'dialogue', 'dialog', 'chat', 'turns', 'data'
 PROMPTS = 'prompt', 'instruction', 'question', 'query', 'input', 'user', 'human'
 COMPLETIONS = 'completion', 'output', 'answer', 'response', 'reply', 'assistant', 'gpt', 'target'
 CONTEXT = {'instruction': ('input', 'context'), 'question': ('context',), 'query': ('context',)}
 SYSTEM = 'system', 'system_prompt'
-HISTORY = 'history',  # earlier turns
 ROLES = {'system': ('system', 'developer'), 'user': ('user', 'human', 'prompter'),
          'assistant': ('assistant', 'gpt', 'model', 'bot', 'ai', 'chatbot', 'chatgpt', 'bing',
                        'bard')}  # our name → others'
@@ -116,17 +115,14 @@ class ConversationReader:
         if not isinstance(row, dict):
             raise Unusable(where, 'not a conversation', f': it is {as_json(row)}')
 
-        def first(names):
-            return next(filter(None, (match_name(name, row) for name in names)), None)
-
         lists = [match_name(name, row) for name in LISTS]
         lists = [name for name in lists if name and is_list(row[name])]
         lists.sort(key=lambda name: not has_content(row[name]))  # stable
-        prompt, completion = first(PROMPTS), first(COMPLETIONS)
+        prompt, completion = first_match(PROMPTS, row), first_match(COMPLETIONS, row)
         if self.named:
             prompt, completion = (match_name(name, row) for name in self.named)
         elif lists and (has_content(row[lists[0]]) or prompt is None or completion is None):
-            return {'messages': lists[0], 'system': first(SYSTEM)}
+            return {'messages': lists[0], 'system': first_match(SYSTEM, row)}
         elif 'chosen' in row and 'rejected' in row:
             raise Unusable(where, 'a preference pair, which train.py cannot learn from',
                            ': to learn the chosen replies alone, ' + (
@@ -142,10 +138,11 @@ class ConversationReader:
         fields = {'prompt': prompt, 'completion': completion}
         if self.named:
             return fields
-        fields['context'] = first(CONTEXT.get(prompt.strip().casefold(), ()))
+        fields['context'] = first_match(CONTEXT.get(prompt.strip().casefold(), ()), row)
         if row.get('label') is False:
             raise Unusable(where, 'labeled false, as a reply that is not wanted')
-        return {**fields, 'system': first(SYSTEM), 'history': first(HISTORY)}
+        return {**fields, 'system': first_match(SYSTEM, row),
+                'history': match_name('history', row)}
 
 
 def is_list(value):
@@ -201,9 +198,8 @@ def parse_message(row, where, unused):
     """→ [message], or [] where the system says nothing. Raises Unusable."""
     if not isinstance(row, dict):
         raise Unusable(where, 'not a message', f': expected an object, got {as_json(row)}')
-    role_key, content_key = (
-        next(filter(None, (match_name(name, row) for name in names)), names[0])
-        for names in (('role', 'from'), ('content', 'value', 'text')))
+    role_key = first_match(('role', 'from'), row) or 'role'
+    content_key = first_match(('content', 'value', 'text'), row) or 'content'
     name, content = str(row.get(role_key)).casefold(), join_text(row.get(content_key))
     if name in TOOL_ROLES or any(has_content(row.get(key)) for key in CALLS):
         raise Unusable(where, 'tool calls and their results, which train.py cannot learn',

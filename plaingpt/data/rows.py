@@ -17,6 +17,7 @@ FORMATS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv'
            '.parquet': 'parquet'}  # ending → format; all other files are text
 DELIMITERS = ',;\t|'  # ';' is that of Excel in most of Europe
 NOT_UTF8 = re.compile('[\udc80-\udcff]')  # bytes that surrogateescape could not decode
+NOT_UTF8_PROBLEM = 'not UTF-8', ': save the file as UTF-8'  # reason and details of an Unusable
 TEXT_FIELDS = ('text', 'content')  # where no field is named, the first of these that a row has
 
 
@@ -30,6 +31,11 @@ def match_name(name, names):
         return name
     return next((each for each in names
                  if isinstance(each, str) and each.strip().casefold() == name.casefold()), None)
+
+
+def first_match(wanted, names):
+    """What match_name finds for the first of `wanted` that is there; None if none is."""
+    return next(filter(None, (match_name(name, names) for name in wanted)), None)
 
 
 def list_columns(row):
@@ -81,7 +87,7 @@ def read_rows(file, encoding='utf-8', wanted=None):
 def parse_json(text, where):
     """→ the value, or an Unusable"""
     if not text.isascii() and NOT_UTF8.search(text):
-        return Unusable(where, 'not UTF-8', ': save the file as UTF-8')
+        return Unusable(where, *NOT_UTF8_PROBLEM)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as e:
@@ -102,7 +108,8 @@ def csv_rows(text, name):
     while True:
         begin = reader.line_num + before + 1
         try:
-            values, problem = next(reader), None
+            values = next(reader)
+            problem = csv_problem(values, names, delimiter)
         except StopIteration:
             return
         except csv.Error as e:
@@ -110,20 +117,22 @@ def csv_rows(text, name):
                 raise Unusable(f'{name}, line {begin}', 'a quote that is not closed',
                                ': close it, or double it where it is part of the text') from None
             problem = 'a quote within a field', ': double it, and quote the whole field'
-        where = f'{name}, line {reader.line_num + before}'
-        if problem is None and not values:
-            continue  # a blank line
-        if problem is None and len(values) != len(names):
-            problem = 'another number of columns than the header', \
-                f', which has {len(names)}: quote text that contains {delimiter!r}'
-        elif problem is None and any(
-                not value.isascii() and NOT_UTF8.search(value) for value in values):
-            problem = 'not UTF-8', ': save the file as UTF-8'
-        if problem is None:
-            yield where, dict(zip(names, values, strict=True))
-        else:  # of all lines that were read as this row: a quote may have joined them
-            for line in range(begin, reader.line_num + before + 1):
-                yield f'{name}, line {line}', Unusable(f'{name}, line {line}', *problem)
+        end = reader.line_num + before
+        if problem:  # of all lines that were read as this row: a quote may have joined them
+            for where in (f'{name}, line {line}' for line in range(begin, end + 1)):
+                yield where, Unusable(where, *problem)
+        elif values:  # not a blank line
+            yield f'{name}, line {end}', dict(zip(names, values, strict=True))
+
+
+def csv_problem(values, names, delimiter):
+    """Why the values of a row cannot be used → (reason, details) of an Unusable, or None."""
+    if values and len(values) != len(names):
+        return 'another number of columns than the header', \
+            f', which has {len(names)}: quote text that contains {delimiter!r}'
+    if any(not value.isascii() and NOT_UTF8.search(value) for value in values):
+        return NOT_UTF8_PROBLEM
+    return None
 
 
 def count_columns(header, delimiter):
@@ -168,7 +177,7 @@ class TextReader:
 
     def may_read(self, column):
         """Whether it may be the column of a table that is read."""
-        return any(match_name(name, [column]) for name in self.names())
+        return first_match(self.names(), [column]) is not None
 
     def columns(self, row, where):
         """Those that are read of a table with this row. Raises Unusable."""
@@ -176,10 +185,9 @@ class TextReader:
 
     def find_field(self, row, where):
         """Its name in a row. Raises Unusable where there is none."""
-        names = row if isinstance(row, dict) else ()
-        for name in self.names():
-            if match := match_name(name, names):
-                return match
+        match = first_match(self.names(), row if isinstance(row, dict) else ())
+        if match is not None:
+            return match
         raise Unusable(where, f'no field {self.names()[0]!r}', f', it has {list_columns(row)}: '
                        'choose with --text_field=…')
 

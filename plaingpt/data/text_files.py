@@ -63,7 +63,7 @@ def place_to_cut(text, start, characters):
     return cut.end() if cut else start + characters
 
 
-def cut(text, piece_chars, margin=0):
+def cut_into_pieces(text, piece_chars, margin=0):
     """A text → (pieces of it, what remains: at most piece_chars + margin characters). Each piece
     ends at white space that follows something else, where GPT-2's pattern ends a word, too. So its
     tokens are those of the uncut text."""
@@ -84,7 +84,7 @@ def documents_of(text, separators, piece_chars=PIECE_CHARS):
         *ended, remainder = separators.split(remainder + block, is_last=not block)
         for document in ended if block else [*ended, remainder]:
             if not (is_new and document.isspace()):
-                pieces, last = cut(document, piece_chars)
+                pieces, last = cut_into_pieces(document, piece_chars)
                 for piece in filter(None, [*pieces, last]):
                     yield piece, is_new
                     is_new = False
@@ -93,7 +93,7 @@ def documents_of(text, separators, piece_chars=PIECE_CHARS):
             return
         if is_new and remainder.isspace():  # perhaps that is all there is
             continue
-        pieces, remainder = cut(remainder, piece_chars, MARGIN)
+        pieces, remainder = cut_into_pieces(remainder, piece_chars, MARGIN)
         for piece in pieces:
             yield piece, is_new
             is_new = False

@@ -191,6 +191,7 @@ class CausalSelfAttention(nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)
         self.q_norm = norm(config, config.head_size) if config.qk_norm else nn.Identity()
         self.k_norm = norm(config, config.head_size) if config.qk_norm else nn.Identity()
+        self.attention = None  # set by train.py: a faster one on a CPU
         self.value_embedding = None
         if config.value_embeddings:
             self.value_embedding = nn.Embedding(config.padded_vocab_size, self.qkv_sizes[2])
@@ -217,7 +218,8 @@ class CausalSelfAttention(nn.Module):
             k, v, mask = cache.extend(k, v)  # keys and values of all tokens so far
         if T > 1:  # for one token, repeating the whole cache would take longer than attention
             k, v = repeat_kv(k, self.n_head), repeat_kv(v, self.n_head)
-        y = F.scaled_dot_product_attention(
+        attention = self.attention or F.scaled_dot_product_attention
+        y = attention(
             q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0,
             is_causal=mask is None and cache is None,  # with a cache, None lets a token see all
             enable_gqa=k.size(1) < self.n_head)  # (B, H, T, D)

@@ -37,6 +37,7 @@ from plaingpt.system.distributed import (
 from plaingpt.system.errors import phase, run_script
 from plaingpt.system.files import lock_output_dir
 from plaingpt.system.formatting import command_for, quoted
+from plaingpt.training.attention import use_cpu_attention
 from plaingpt.training.averaging import averaged, go_on
 from plaingpt.training.checkpoint import KEPT, Saver
 from plaingpt.training.dtype_choice import choose_training_dtype
@@ -130,6 +131,7 @@ def setup(config, start, world, device, device_why):
     with sharding.parameters_on_meta() if use_fsdp else nullcontext():
         model = GPT(gpt_config)
     model.loss_function = chunked_cross_entropy
+    use_cpu_attention(model)
     apply_activation_checkpointing(model, config.activation_checkpointing)
     by_block = compile and (use_fsdp or compile == 'blocks')
     if compile:

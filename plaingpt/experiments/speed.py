@@ -15,6 +15,7 @@ from plaingpt.parallel.blocks import apply_activation_checkpointing, compile_blo
 from plaingpt.system.devices import autocast, device_name, peak_memory_bytes, synchronize
 from plaingpt.system.formatting import gib, short
 from plaingpt.system.gpus import mfu
+from plaingpt.training.attention import use_cpu_attention
 from plaingpt.training.loss import chunked_cross_entropy
 from plaingpt.training.open_weights import start_shape
 from plaingpt.training.optimizers import build_optimizer
@@ -43,6 +44,7 @@ def new_step(shape, config, device, dtype, compile=False):
     """→ a Step of a new GPT on this device, with one micro-batch; and the GPT"""
     gpt = GPT(shape).to(device)
     gpt.loss_function = chunked_cross_entropy
+    use_cpu_attention(gpt)
     apply_activation_checkpointing(gpt, config.activation_checkpointing)
     if compile == 'blocks':
         compile_blocks(gpt)

@@ -28,6 +28,7 @@ from plaingpt.system.devices import DTYPES, autocast
 from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB, command_for, gib
+from plaingpt.training.attention import use_cpu_attention
 from plaingpt.training.loss import chunk_size, chunked_cross_entropy
 from plaingpt.training.optimizers import build_optimizer
 
@@ -50,15 +51,18 @@ TRACES = {}  # those made in this process
 
 
 def one_step(shape, config, dtype, device, *, accumulating, chunk='auto', sharded=False,
-             tracker=None, begin=lambda phase: None):
+             on_cpu=False, tracker=None, begin=lambda phase: None):
     """The last micro-batch of a step of a new GPT, and its update, as training makes them.
 
     accumulating: whether earlier micro-batches left gradients; chunk: tokens that have logits at
-    once; sharded: blocks are in autocast's dtype, as FSDP2 gathers them
+    once; sharded: blocks are in autocast's dtype, as FSDP2 gathers them; on_cpu: with the attention
+    of a CPU
     tracker: a MemTracker; begin: called with the name of each phase as it begins"""
     with device:
         gpt = GPT(shape)
     gpt.loss_function = partial(chunked_cross_entropy, chunk=chunk)
+    if on_cpu:
+        use_cpu_attention(gpt)
     apply_activation_checkpointing(gpt, config.activation_checkpointing)
     if sharded:
         for module in gpt.transformer.h.modules():
@@ -122,9 +126,11 @@ def trace(shape, config, dtype, device_type, **how):
         tracker._peak_mem, tracker._peak_mem_snap = {}, {}  # the peak of each phase by itself
         began.append(phase)
 
-    kernels = nullcontext() if device_type == 'cpu' else kernels_of_gpus()
+    on_cpu = device_type == 'cpu'
+    kernels = nullcontext() if on_cpu else kernels_of_gpus()
     with torch.random.fork_rng([]), FakeTensorMode(), kernels:
-        one_step(shape, config, dtype, torch.device('cpu'), tracker=tracker, begin=begin, **how)
+        one_step(shape, config, dtype, torch.device('cpu'), on_cpu=on_cpu, tracker=tracker,
+                 begin=begin, **how)
     return TRACES.setdefault(key, phases)
 
 

@@ -90,7 +90,7 @@ def changed_model(folder, monkeypatch, line, change, **flags):
     return shaken(GPT=module.GPT, GPTConfig=module.GPTConfig, **flags)
 
 
-ATTENTION, DROP = 'y = F.scaled_dot_product_attention(', 'x = self.transformer.drop(x)'
+ATTENTION, DROP = 'y = attention(', 'x = self.transformer.drop(x)'
 CHANGED = {  # a line of model.py, what it becomes, flags
     'the branch counts twice': ('x + self.mlp(', 'x + 2 * self.mlp(', {}),
     'an activation': ("partial(F.gelu, approximate='tanh')", 'F.silu', {}),

@@ -9,6 +9,8 @@
                                                         variants = {'name': {'key': value}, …}
     python bench.py config/quickstart.py --judge --seeds=8
                                                         is the code as it is here better than HEAD?
+    python bench.py config/quickstart.py --judge --minutes=1
+                                                        the same, for a minute a run
 """
 
 import datetime
@@ -21,10 +23,18 @@ from pathlib import Path
 
 import torch
 
-from configurator import load_config
+from configurator import load_config, options_of
 from plaingpt.data.dataset import open_data
 from plaingpt.experiments import runs, tables
-from plaingpt.experiments.judge import copy_sides, of_side, verdict
+from plaingpt.experiments.judge import (
+    EXIT_STATUS,
+    WARM_UP,
+    append_result,
+    changed_files,
+    copy_sides,
+    of_side,
+    verdict,
+)
 from plaingpt.experiments.speed import measure_speed, planned_shape
 from plaingpt.monitoring.run_record import read_rows
 from plaingpt.monitoring.run_report import draw_runs
@@ -34,7 +44,7 @@ from plaingpt.system.errors import UserError, run_script, warn
 from plaingpt.system.files import make_writable
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.start import Start
+from plaingpt.training.start import Start, with_minutes
 
 
 @dataclass
@@ -50,6 +60,9 @@ class BenchConfig(TrainConfig):
     save: str = ''  # folder for the results; trainings have out-experiments by default
 
     above_0 = (*TrainConfig.above_0, 'steps', 'seeds')
+
+    def takes_minutes(self):
+        return self.judge
 
     def conflicts(self):
         found = super().conflicts()
@@ -117,19 +130,32 @@ def measure_variants(config, argv, folder):
     return rows, runs.format_comparison(runs.compare(rows))
 
 
-def judge(config, argv):
-    """Train the code of a commit and the code as it is here → (a row for each run, their table and
-    the verdict, the exit status)."""
+def judge(config, argv, results):
+    """Train the code of a commit and the code as it is here, and append what they show to the file
+    `results` → (a row for each run, their table and the verdict, the exit status)."""
+    with_minutes(config, Start(verifies=False), options_of(TrainConfig, argv))  # or UserError
     words = words_of({side: {'report': False} for side in ('base', 'change')}, config, argv)
+    began = datetime.datetime.now(datetime.UTC)
     with tempfile.TemporaryDirectory(prefix='plaingpt-judge-') as folder:
-        trees = copy_sides(config.against, Path(folder))
+        trees, commit = copy_sides(config.against, Path(folder))
+        judged = {'date (UTC)': began, 'base commit': commit, 'change': changed_files(trees),
+                  'settings': shlex.join(training_words(argv)),
+                  'seeds': f'{config.seed} to {config.seed + config.seeds - 1}'}
+        words = {side: {seed: [of_side(trees[side], word) for word in told]
+                        for seed, told in words[side].items()} for side in words}
         open_data(config, launched_world())  # prepares a small corpus, where both find it
-        rows = runs.train_all({side: {seed: [of_side(trees[side], word) for word in told]
-                                      for seed, told in words[side].items()} for side in words},
-                              f'{folder}/runs', trees)
-    compared = runs.compare(rows)
-    said, status = verdict(rows, compared)
-    return rows, f'{runs.format_comparison(compared)}\n\n{said}', status
+        try:
+            if config.minutes:
+                runs.train_all({side: {config.seed: words[side][config.seed] + WARM_UP}
+                                for side in words}, f'{folder}/warm-up', trees)
+            rows = runs.train_all(words, f'{folder}/runs', trees)
+            compared = runs.compare(rows)
+            said, when = verdict(rows, compared)
+        except UserError as problem:
+            append_result(results, judged, problem=problem)
+            raise
+    append_result(results, judged, compared, said)
+    return rows, f'{runs.format_comparison(compared)}\n\n{said}, {when}', EXIT_STATUS[said]
 
 
 def main(argv):
@@ -138,7 +164,7 @@ def main(argv):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no training outlives this process
     device, _ = devices.choose_device(config.device)
     trains = config.variants or config.sweep
-    folder = config.save or ('out-experiments' if trains else '')
+    folder = config.save or ('out-experiments' if trains or config.judge else '')
     name = 'judge' if config.judge else Path(config.variants).stem if config.variants \
         else f'sweep-{config.sweep.partition("=")[0]}' if config.sweep else 'speed'
     if folder:
@@ -146,7 +172,7 @@ def main(argv):
     if trains:
         rows, text = measure_variants(config, argv, f'{folder}/{name}')
     elif config.judge:
-        rows, text, status = judge(config, argv)
+        rows, text, status = judge(config, argv, f'{folder}/results.tsv')
     else:
         row, text = measure_step(config, start, device)
         rows = [row]
@@ -159,7 +185,8 @@ def main(argv):
     if folder:
         tables.save_csv(f'{folder}/{name}.csv', rows)
         print(f'\n{folder}/{name}.csv has all numbers'
-              + (f', {folder}/{name}/ the runs' if trains else ''))
+              + (f', {folder}/{name}/ the runs' if trains else '')
+              + (f', {folder}/results.tsv all verdicts' if config.judge else ''))
     if status:
         sys.exit(status)
 

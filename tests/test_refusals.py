@@ -138,6 +138,7 @@ bench --variants=grid --batch_size=6        → batch_size=6
 bench --minutes=3                           → minutes=3.0 is for train.py
 bench --sweep=seed=1,2                      → leave seed and out_dir out
 bench --judge --seeds=1                     → judge takes two seeds
+bench --judge --minutes=1 --max_iters=9     → --max_iters
 bench --save=text.txt                       → save=text.txt
 bench --variants=LINE.py variants = ["conv"] → variants=LINE.py: it must define variants = {'name':
 bench --variants=LINE.py variants = {"none": {"conf": 0}} → variant 'none': unknown key 'conf'

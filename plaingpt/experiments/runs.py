@@ -127,7 +127,7 @@ def has_ended(folder):
     rows = read_rows(Path(folder, 'metrics.jsonl'), tell=lambda problem: None)
     run = read_run(folder, needed={'dtype', 'dataset'})
     return run.get('ending', '').startswith((FINISHED, TIME_UP, 'patience')) \
-        and bool(column(rows, 'tokens_per_s')) and any('val_loss' in row for row in rows)
+        and any('val_loss' in row for row in rows) and rows[-1]['iter'] > 0
 
 
 def run_command(name, argv, tree):
@@ -136,19 +136,28 @@ def run_command(name, argv, tree):
     done = subprocess.run([sys.executable, f'{tree}/{name}.py', *argv], capture_output=True,
                           text=True)
     if done.returncode:
-        lines = (done.stderr.strip() or f'exit code {done.returncode}').splitlines()
-        told = [line for line in lines if line.startswith('error: ')] or lines[-1:]
-        raise UserError(told[0].removeprefix('error: '))
+        raise UserError(error_line(done.stderr) or f'exit code {done.returncode}')
+
+
+def error_line(stderr):
+    """What a script that failed printed → its `error: …`, or the exception of a traceback, which
+    notes may follow, or else the last line."""
+    errors = re.findall(r'^error: (.*)', stderr, re.M)
+    exceptions = re.findall(r'^Traceback .*\n(?:[ \t].*\n)*(\S.*)', stderr, re.M)
+    return (errors[:1] or exceptions[-1:] or stderr.strip().splitlines()[-1:] or [''])[0]
 
 
 def summarize(folder):
     """The files of a run → numbers. A step's time is the median: compiling, evaluating and other
-    work on the machine do not count. final_loss is None where it was not finite."""
+    work on the machine do not count. final_loss is None where it was not finite. minutes: what the
+    run was given, or 0"""
     lines, run = read_rows(Path(folder, 'metrics.jsonl')), read_run(folder)
-    rate = statistics.median(column(lines, 'tokens_per_s'))
-    step_s = lines[-1]['tokens'] / lines[-1]['iter'] / rate
+    end = lines[-1]
+    rates = column(lines, 'tokens_per_s') or [end['tokens'] / end['elapsed_s']]  # none was logged
+    step_s = end['tokens'] / end['iter'] / statistics.median(rates)
     losses = [line['val_loss'] for line in lines if 'val_loss' in line]
-    return {'final_loss': losses[-1], 'step_ms': 1e3 * step_s, 'seconds': lines[-1]['elapsed_s'],
+    return {'final_loss': losses[-1], 'step_ms': 1e3 * step_s, 'iterations': end['iter'],
+            'seconds': end['elapsed_s'], 'minutes': run['config'].get('minutes', 0),
             'dtype': run['dtype'], 'dataset': run['config']['dataset']}
 
 
@@ -157,9 +166,12 @@ def train_all(variants, folder, trees=None):
     seed after seed, so that a machine whose speed drifts is fair to all variants. A run that fails
     has None for its numbers. Raises UserError where the first one fails.
 
-    trees: {variant: the folder of its code}, where that is not this one; then any that fails"""
-    order = [(name, seed, of_seeds[seed]) for seed in next(iter(variants.values()))
-             for name, of_seeds in variants.items()]
+    trees: {variant: the folder of its code}, where that is not this one; then any that fails raises
+        it, and every other seed has the variants in reverse: none always runs after another"""
+    order = []
+    for count, seed in enumerate(next(iter(variants.values()))):
+        names = reversed(variants) if trees and count % 2 else variants
+        order += [(name, seed, variants[name][seed]) for name in names]
     print(f'{count_of(len(order), "run")}, in {folder}', file=sys.stderr)
     runs = []
     for name, seed, words in tqdm(order, 'training', disable=None):
@@ -187,16 +199,16 @@ def train_all(variants, folder, trees=None):
 
 def compare(runs):
     """Runs → a dict for each variant. loss, loss_error: the mean over seeds and its standard error;
-    change, change_error: the same for the difference to the first variant, seed by seed; clear:
-    whether its 95% interval excludes zero; step_ms: the median. None: not known, and `problem` says
-    why."""
+    change, change_error: the same for the difference to the first variant, seed by seed;
+    half_width: of its 95% interval; clear: whether that excludes zero; step_ms: the median. None:
+    not known, and `problem` says why."""
     groups = {}
     for run in runs:
         groups.setdefault(run['variant'], []).append(run)
     base, rows = [run['final_loss'] for run in next(iter(groups.values()))], []
     for name, group in groups.items():
         row = {'variant': name, **dict.fromkeys((
-            'loss', 'loss_error', 'change', 'change_error', 'clear', 'step_ms'))}
+            'loss', 'loss_error', 'change', 'change_error', 'half_width', 'clear', 'step_ms'))}
         losses = [run['final_loss'] for run in group]
         row['problem'] = next((f'seed {run["seed"]}: {run.get("problem") or "not finite"}'
                                for run in group if run['final_loss'] is None), '')
@@ -207,7 +219,8 @@ def compare(runs):
             change, error = mean_and_error([a - b for a, b in zip(losses, base, strict=True)])
             row |= {'change': change, 'change_error': error}
             if error is not None:
-                row['clear'] = abs(change) > STUDENT_T[min(len(losses), 31) - 2] * error
+                row['half_width'] = STUDENT_T[min(len(losses), 31) - 2] * error
+                row['clear'] = abs(change) > row['half_width']
         rows.append(row)
     return rows
 

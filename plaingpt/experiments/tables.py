@@ -1,6 +1,8 @@
-"""Measurements as Markdown and CSV."""
+"""Measurements as Markdown, CSV and TSV."""
 
 import csv
+
+from plaingpt.system.files import append_text
 
 
 def markdown(header, rows):
@@ -26,3 +28,11 @@ def save_csv(path, rows):
         writer = csv.DictWriter(table, rows[0], lineterminator='\n')
         writer.writeheader()
         writer.writerows(rows)
+
+
+def append_tsv(path, row):
+    """Append the values of a dict to a .tsv file, whose header is the keys. White space in a value
+    becomes a space."""
+    header, line = ('\t'.join(' '.join(str(cell).split()) for cell in cells)
+                    for cells in (row, row.values()))
+    append_text(path, line, header)

@@ -56,14 +56,22 @@ def refuse_unknown(path, names):
 
 
 def append_line(path, value):
-    """Add a JSON object to a .jsonl file, in a line of its own even if a kill left half a line.
-    Where the disk refuses, this warns, and the program continues."""
+    """Add a JSON object to a .jsonl file, as append_text does."""
+    append_text(path, json.dumps(value))
+
+
+def append_text(path, line, header=''):
+    """Add a line to a file, in a line of its own even if a kill left half a line. A file that is
+    empty gets the header first. Where the disk refuses, this warns, and the program continues."""
     try:
         with open(path, 'ab+') as f:
             f.seek(max(0, f.tell() - 1))
-            is_half = f.read(1) not in (b'', b'\n')
-            line = json.dumps(value).encode() + b'\n'
-            f.write(b'\n' + line if is_half else line)
+            last = f.read(1)
+            if header and not last:
+                line = f'{header}\n{line}'
+            if last not in (b'', b'\n'):
+                line = f'\n{line}'
+            f.write(f'{line}\n'.encode(errors='backslashreplace'))  # a file name may be no UTF-8
     except OSError as e:
         warn(f'a line of {path} is lost: {e.strerror}')
 

@@ -142,8 +142,8 @@ class TrainConfig(GPTConfig):
             found.append(f'checkpoint={self.checkpoint} with init_from=scratch, which starts anew: '
                          'going back takes --init_from=resume')
         if self.minutes and not self.takes_minutes():
-            found.append(f'minutes={setting(self.minutes)} is for train.py alone: give '
-                         '--max_iters here')
+            found.append(f'minutes={setting(self.minutes)} is for train.py and '
+                         'bench.py --judge: give --max_iters here')
         if self.patience and self.check == 'overfit':
             found.append(f'patience={self.patience} watches the validation loss, which '
                          'check=overfit lets rise: take one of them')

@@ -237,6 +237,15 @@ def test_a_run_that_fails_is_told_and_the_others_stand_but_the_first_ends_all(
         bench.main(['--sweep=conv=4,0', '--seed=7', '--device=cpu', '--save=other'])
 
 
+@pytest.mark.parametrize('stderr, line', [
+    ('warning: a\nerror: b\nerror: c\n', 'b'), ('a\nb\n', 'b'), ('', ''),
+    ('Traceback (most recent call last):\n  File "a.py", line 3\n    f()\nKeyError: 1\n\n'
+     'Traceback (most recent call last):\n  File "b.py"\nValueError: x\n  more of it\na note\n',
+     'ValueError: x')])
+def test_the_line_of_an_error_is_that_of_the_exception_and_no_note(stderr, line):
+    assert runs.error_line(stderr) == line
+
+
 def test_a_step_takes_the_median_and_nothing_else_counts(tmp_path):
     lines = [{'iter': 0, 'train_loss': 4.0, 'val_loss': 4.0}]
     lines += [{'iter': 5 * k, 'tokens_per_s': rate}
@@ -247,7 +256,8 @@ def test_a_step_takes_the_median_and_nothing_else_counts(tmp_path):
     (tmp_path / 'run.json').write_text(json.dumps({
         'changed': {}, 'config': {'dataset': 'here'}, 'dtype': 'float32'}))
     assert summarize(tmp_path) == {'step_ms': 1000.0, 'final_loss': 3.0, 'seconds': 1.0,
-                                   'dtype': 'float32', 'dataset': 'here'}
+                                   'iterations': 20, 'minutes': 0, 'dtype': 'float32',
+                                   'dataset': 'here'}
 
 
 def test_a_run_is_a_training(char_data, tmp_path, monkeypatch):

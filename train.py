@@ -86,6 +86,11 @@ class Run:
     saver: Saver
     stop: StopRequest
 
+    @property
+    def is_new(self):
+        """Whether the weights are as they were initialized."""
+        return self.start.from_scratch and self.progress.iter_num == 0
+
 
 # -----------------------------------------------------------------------------
 # setup
@@ -232,7 +237,7 @@ def train(run, monitor):
             eval_is_due = is_last or clock.evaluation_is_due(progress.iter_num, fraction_done)
             if eval_is_due and not progress.evaluated:
                 with suppress(Stopped), clock.timed_evaluation():
-                    evaluate(run, monitor)
+                    evaluate(run, monitor, is_last)
             reason = run.stop.agreed_signal() or reason_to_stop(run, monitor, is_last)
             if reason or save_is_due(config, progress):
                 save(run, monitor)
@@ -252,18 +257,24 @@ def train(run, monitor):
             monitor.after_update(progress.iter_num, fraction_done, loss, lr, grad_norm)
 
 
-def evaluate(run, monitor):
+def evaluate(run, monitor, is_last):
     """Measure and log the losses of both splits, benchmarks and a sample, and note whether the loss
     is the best. A signal raises Stopped before anything is logged: a resumed run evaluates again.
     """
     step, progress = run.step, run.progress
+    # The loss of a new model is about ln(vocab_size): as many sequences as in a step show that. A
+    # run of minutes measures how long a whole evaluation takes.
+    is_short = run.is_new and not is_last and not run.config.minutes
+    sequences = progress.eval_sequences
+    if is_short:
+        sequences = min(sequences, run.config.batch_size * run.config.accumulation())
 
     # without dropout, one process evaluates with the graph that is compiled for training
     as_trained = bool(run.compile) and run.world.size == 1 and run.config.dropout == 0 \
         and not run.config.eval_only
 
     def loss_of(loader):
-        return mean_loss(step.model, loader, progress.eval_sequences, step.autocast, run.stop,
+        return mean_loss(step.model, loader, sequences, step.autocast, run.stop,
                          as_trained=as_trained)
 
     # with average_decay, the average of the weights is evaluated
@@ -273,7 +284,8 @@ def evaluate(run, monitor):
         scores, text = monitor.score_and_sample(train_loss, *losses)
     run.stop.raise_if_stopped()
     val_loss, val_stderr = run.dataset.mean(losses), mixture_error(run.dataset, errors)
-    is_best = progress.record_evaluation(val_loss, val_stderr)
+    # a loss of fewer sequences is not compared with later ones
+    is_best = not is_short and progress.record_evaluation(val_loss, val_stderr)
     monitor.metrics.evaluation(progress.iter_num, train_loss, val_loss, val_stderr, is_best, text)
     monitor.log_scores(scores)
 

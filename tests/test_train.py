@@ -1,11 +1,14 @@
 """The training loop: what a step computes, and when the loop evaluates, saves and ends. What a run
 keeps over an interruption is in tests/training."""
 
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
-from helpers import lines, model_of, write_tasks
+from helpers import ROOT, lines, model_of, write_tasks
 
 import train
 from plaingpt.monitoring.run_record import read_run
@@ -89,9 +92,9 @@ def test_a_run_of_no_steps_promises_no_weights(tiny, tmp_path, capsys):
 
 def test_only_the_best_and_the_last_are_saved_when_asked(tiny, tmp_path):
     train.main([*tiny, '--always_save_checkpoint=False', '--learning_rate=0.0', '--min_lr=0.0'])
-    # nothing was better than at iteration 0, so only the end is there, to go on from
-    (path,) = checkpoints.checkpoint_paths(tmp_path / 'out')
-    assert path.name == 'iter-00000006'
+    # no evaluation is better than the first, and the end is there to resume from
+    best, last = checkpoints.checkpoint_paths(tmp_path / 'out')
+    assert (best.name, last.name) == ('iter-00000003', 'iter-00000006')
 
 
 def test_nothing_waits_for_the_device_on_steps_that_are_not_logged(tiny, monkeypatch):
@@ -115,10 +118,39 @@ def test_benchmarks_and_samples_come_on_time(tiny, tmp_path, capsys, monkeypatch
     train.main([*tiny, f'--eval_tasks={tasks}', '--eval_tasks_limit=2', '--eval_interval=3',
                 '--report=True'])
     out = capsys.readouterr().out
-    assert len(lines(tmp_path / 'out', 'sample')) == 3
+    assert [line['iter'] for line in lines(tmp_path / 'out', 'sample')] == [3, 6]
     assert out.count('word: perplexity ') == 3 and 'iter 3 | ending: acc' in out
     found = lines(tmp_path / 'out', 'word_acc')
     assert [line['iter'] for line in found] == [0, 3, 6] and found[0]['word_questions'] == 2
+
+
+def test_the_first_evaluation_of_a_new_model_reads_as_much_as_a_step_and_others_all(
+        tiny, tmp_path):  # a step has two micro-batches
+    rows = {}
+    for eval_iters in (1, 2, 9):
+        train.main([*tiny, '--max_iters=2', '--eval_interval=2', f'--eval_iters={eval_iters}'])
+        rows[eval_iters] = [line['val_loss'] for line in lines(tmp_path / 'out', 'val_loss')]
+    assert rows[2][0] == rows[9][0] != rows[1][0] and len({last for _, last in rows.values()}) == 3
+    train.main([*tiny, '--max_iters=0', '--eval_iters=9'])
+    assert lines(tmp_path / 'out', 'val_loss')[0]['val_loss'] != rows[9][0]
+
+
+EAGER_RUNS = """
+import sys
+import train
+for optimizer in ('adamw', 'sgd', 'normuon'):
+    run = [*sys.argv[1:], f'--optimizer={optimizer}', f'--out_dir={optimizer}']
+    train.main([*run, '--max_iters=2'])
+    train.main([*run, '--max_iters=3', '--init_from=resume'])
+assert 'torch._dynamo' not in sys.modules
+"""
+
+
+def test_an_eager_run_does_not_import_torchs_compiler(tiny, tmp_path):
+    settings = ['--check=auto', '--compile=False', '--rotary=True', '--average_decay=0.9',
+                '--report=True', '--film=True']
+    subprocess.run([sys.executable, '-c', EAGER_RUNS, *tiny, *settings], cwd=tmp_path, check=True,
+                   env={**os.environ, 'PYTHONPATH': str(ROOT)})
 
 
 # -----------------------------------------------------------------------------

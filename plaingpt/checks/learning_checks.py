@@ -18,6 +18,7 @@ from plaingpt.checks.model_checks import (
     random_tokens,
     short,
 )
+from plaingpt.parallel.blocks import parameters_on_meta
 from plaingpt.system.devices import rng_state
 from plaingpt.system.errors import UserError
 from plaingpt.training.checkpoint import Saver, open_checkpoint, optimizer_tensors
@@ -54,7 +55,7 @@ def every_parameter_is_trainable(run):
 
 def model_matches_its_config(run):
     """A checkpoint keeps the parameters. To load it, a GPT is built from its config."""
-    with torch.device('meta'):
+    with parameters_on_meta():
         loaded = GPT(run.model.config)
     held, wanted = ({name: tuple(p.shape) for name, p in model.named_parameters()}
                     for model in (run.model, loaded))

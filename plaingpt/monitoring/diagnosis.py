@@ -52,12 +52,14 @@ def updates(rows):
 
 
 def unmoved(rows, run):
-    first, *later = rows_with(rows, 'train_loss', 'val_loss') or [{'iter': None}]
-    if first['iter'] == 0 and later and all(
-            first[key] == later[0][key] for key in ('train_loss', 'val_loss')):
-        return (f'the evaluation at iteration {later[0]["iter"]} gives the same losses as that at '
-                f'0, to the last digit ({first["train_loss"]}): no weight has moved',
-                "see that the loop sets each group's learning rate and calls the optimizer's step")
+    # The first evaluation of a new model is shorter than the others, and has other losses.
+    evaluations = rows_with(rows, 'train_loss', 'val_loss')[:3]
+    for before, after in pairwise(evaluations):
+        if all(before[key] == after[key] for key in ('train_loss', 'val_loss')):
+            return (f'the evaluation at iteration {after["iter"]} gives the same losses as that at '
+                    f'{before["iter"]}, to the last digit ({after["train_loss"]}): no weight has '
+                    'moved', "see that the loop sets each group's learning rate and calls the "
+                    "optimizer's step")
 
 
 def diverging(rows, run):

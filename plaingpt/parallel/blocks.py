@@ -1,8 +1,12 @@
-"""What is done to the blocks of a GPT from outside: activation checkpointing and torch.compile."""
+"""What is done to a GPT from outside: parameters without data, activation checkpointing and
+torch.compile of its blocks."""
 
+from contextlib import contextmanager
 from functools import partial
+from unittest import mock
 
 import torch
+import torch.nn as nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 CHECKPOINT_MODES = 'none', 'selective', 'full'
@@ -12,6 +16,27 @@ SAVED_OPS = [  # 'selective' saves the outputs of matmuls and attention
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+
+
+@contextmanager
+def parameters_on_meta():
+    """Modules made in here have parameters without data (on torch's meta device), and buffers with
+    data. Under torch.device('meta') buffers would have none, and nothing would compute them later.
+    """
+    register, normal_ = nn.Module.register_parameter, nn.init.normal_
+
+    def register_on_meta(module, name, p):
+        if p is not None and not p.is_meta:  # one that modules share is there already
+            p = nn.Parameter(p.to('meta'), p.requires_grad)
+        register(module, name, p)
+
+    def normal_unless_meta(tensor, *args, **kwargs):
+        # on meta it draws nothing, but imports torch._dynamo, which takes 0.8 s
+        return tensor if tensor.is_meta else normal_(tensor, *args, **kwargs)
+
+    with mock.patch.object(nn.Module, 'register_parameter', register_on_meta), \
+            mock.patch.object(nn.init, 'normal_', normal_unless_meta):
+        yield
 
 
 def apply_activation_checkpointing(model, mode):

@@ -11,26 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from model import GPT
+from plaingpt.parallel.blocks import parameters_on_meta
 from plaingpt.system.devices import DTYPES
-
-
-@contextmanager
-def parameters_on_meta():
-    """Modules made in here have parameters without data (on torch's meta device), and buffers with
-    data. Under torch.device('meta') buffers would have none, and nothing would compute them later.
-    """
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module, name, p):
-        if p is not None and not p.is_meta:  # one that modules share is there already
-            p = nn.Parameter(p.to('meta'), p.requires_grad)
-        register(module, name, p)
-
-    nn.Module.register_parameter = register_on_meta
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register
 
 
 def shard(model, device, dtype):

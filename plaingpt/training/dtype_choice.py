@@ -35,10 +35,16 @@ def choose_training_dtype(config, shape, device, resumed=None, group=None):
 
 def faster_dtype(shape, batch_size):
     """float32 or bfloat16, whichever this CPU is faster in → (name, why)."""
-    ms = {dtype: 1000 * s for dtype, s in block_seconds(shape, batch_size).items()}
+    seconds = block_seconds(shape, batch_size, ('float32', 'bfloat16'), until_clear=True)
+    ms = {dtype: 1000 * s for dtype, s in seconds.items()}
     dtype = 'bfloat16' if ms['bfloat16'] * GAIN < ms['float32'] else 'float32'
     other = 'float32' if dtype == 'bfloat16' else 'bfloat16'
     return dtype, f'a block takes {ms[dtype]:.1f} ms of a core, in {other} {ms[other]:.1f} ms'
+
+
+def is_clear(float32, bfloat16):
+    """Whether all measured times in one dtype are below all in the other, by more than GAIN."""
+    return max(float32) * GAIN < min(bfloat16) or max(bfloat16) * GAIN < min(float32)
 
 
 @cache  # a config file may be read twice, and must say the same
@@ -51,8 +57,9 @@ def core_speed(dtype):
     return 2 ** (round(2 * math.log2(PASS_FLOPS / min(seconds.values()))) / 2)
 
 
-def block_seconds(shape, batch_size, dtypes=('float32', 'bfloat16')):
+def block_seconds(shape, batch_size, dtypes, until_clear=False):
     """How long one block of a GPTConfig takes, forward and backward → {dtype: seconds of one core}.
+    until_clear: stop before MEASURED_S if is_clear says which of two dtypes is faster
 
     Sequences are as long and as many as in training, as far as PASS_FLOPS and LONGEST allow. One
     thread computes, and its CPU time counts: on a busy machine the clock says nothing."""
@@ -66,12 +73,17 @@ def block_seconds(shape, batch_size, dtypes=('float32', 'bfloat16')):
         model, idx = GPT(shape), torch.zeros(sequences, length, dtype=torch.long)
         use_cpu_attention(model)
         ends = time.perf_counter() + MEASURED_S
-        while len(seconds[dtypes[-1]]) < 3 or time.perf_counter() < ends:
+        while True:
             for dtype, times in seconds.items():
                 began = time.thread_time()
                 with autocast(idx.device, dtype):
                     logits, _ = model(idx)  # of a vocabulary of one token, so the head is small
                 logits.float().sum().backward()
                 times.append(time.thread_time() - began)
+            measured = [times[1:] for times in seconds.values()]  # the first one warms up
+            if len(measured[0]) < 2:
+                continue
+            if time.perf_counter() > ends or (until_clear and is_clear(*measured)):
+                break
     torch.set_num_threads(threads)
-    return {dtype: min(times[1:]) for dtype, times in seconds.items()}  # the first one warms up
+    return dict(zip(dtypes, map(min, measured), strict=True))

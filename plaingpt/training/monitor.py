@@ -137,15 +137,15 @@ class Monitor:
 
     def score_and_sample(self, *losses):
         """→ ({task: its scores}, a sample or None), if the settings ask for them and the losses of
-        this evaluation are numbers."""
+        this evaluation are numbers. A new model would write random tokens."""
         config = self.run.config
         benchmarks = config.eval_tasks and not config.eval_only
-        wanted = benchmarks or config.report
-        if not wanted or any(map(math.isnan, losses)):
+        samples = config.report and not self.run.is_new
+        if not (benchmarks or samples) or any(map(math.isnan, losses)):
             return {}, None
         with self.full_model() as model:
             scores = self.score_benchmarks(model) if benchmarks else {}
-            return scores, self.sample(model) if config.report else None
+            return scores, self.sample(model) if samples else None
 
     def log_scores(self, scores):
         """Log {task of lm_eval: its scores}."""

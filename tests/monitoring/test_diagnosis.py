@@ -47,6 +47,8 @@ def losses(change):
 WRONG = [
     ('unmoved', 30, dict(train_loss=lambda i, x: 4.2 if i < 60 else x,
                              val_loss=lambda i, x: 4.3 if i < 60 else x)),
+    ('unmoved', 60, dict(train_loss=lambda i, x: 4.2 if 0 < i < 90 else x,
+                         val_loss=lambda i, x: 4.3 if 0 < i < 90 else x)),
     ('diverging', 30, dict(loss=lambda i, x: x + 1.5 * (5 <= i <= 15))),
     ('diverging', 300, losses(lambda i, x: x + 2 * (i >= 270))),
     ('rate_high', 30, {'health/update_ratio/h.0': lambda i, x: 1.5 if i == 25 else x}),

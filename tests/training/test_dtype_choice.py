@@ -12,7 +12,7 @@ import train
 from model import GPTConfig
 from plaingpt.system.distributed import launched_world
 from plaingpt.training import dtype_choice
-from plaingpt.training.dtype_choice import block_seconds, choose_training_dtype
+from plaingpt.training.dtype_choice import block_seconds, choose_training_dtype, is_clear
 from plaingpt.training.settings import TrainConfig
 
 CPU = torch.device('cpu')
@@ -25,7 +25,7 @@ def has_bfloat16(monkeypatch):
     def has(float32=1.0):
         monkeypatch.setattr(dtype_choice, 'cpu_has_bfloat16', lambda: True)
         monkeypatch.setattr(dtype_choice, 'block_seconds',
-                            lambda *_: {'float32': float32, 'bfloat16': 1.0})
+                            lambda *_, **__: {'float32': float32, 'bfloat16': 1.0})
     return has
 
 
@@ -34,6 +34,11 @@ def test_the_faster_dtype_is_taken_and_float32_where_bfloat16_gains_little(has_b
         has_bfloat16(float32)
         dtype, why = choose_training_dtype(TrainConfig(), SHAPE, CPU)
         assert dtype == expected and '1000.0 ms' in why and f'{1000 * float32:.1f} ms' in why
+
+
+def test_a_measurement_stops_early_only_if_no_pass_contradicts_the_others():
+    assert is_clear([4.0, 9.0], [2.0, 3.0]) and is_clear([1.0, 1.1], [1.5, 1.2])
+    assert not is_clear([4.0, 9.0], [2.0, 4.1]) and not is_clear([1.0, 1.0], [1.04, 1.04])
 
 
 @pytest.mark.parametrize(('shape', 'batch_size'), [
@@ -46,7 +51,7 @@ def test_measuring_takes_any_shape_and_leaves_no_trace_in_the_run(shape, batch_s
     before = torch.get_rng_state(), random.getstate()
     made, gpt = [], dtype_choice.GPT
     monkeypatch.setattr(dtype_choice, 'GPT', lambda shape: made.append(shape) or gpt(shape))
-    assert set(block_seconds(shape, batch_size)) == {'float32', 'bfloat16'}
+    assert set(block_seconds(shape, batch_size, ('float32', 'bfloat16'))) == {'float32', 'bfloat16'}
     assert made[0].block_size <= 1024  # attention to more takes long, however narrow the model is
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
     assert torch.get_num_threads() == 2

@@ -201,3 +201,27 @@ def test_a_run_can_end_its_average_and_goes_on_from_the_weights(tiny, tmp_path):
     assert same(weights(out), weights(plain))
     assert [line['loss'] for line in lines(out, 'loss')] \
         == [line['loss'] for line in lines(plain, 'loss')]
+
+
+@pytest.mark.parametrize(('name', 'theirs'), [
+    ('adamw', lambda p: torch.optim.AdamW(p, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)),
+    ('sgd', lambda p: torch.optim.SGD(p, lr=6e-4, momentum=0.95, nesterov=True, weight_decay=0.1))])
+def test_torchs_optimizers_without_dynamo_are_torchs(name, theirs):
+    torch.manual_seed(0)
+    gpt = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=50, bias=False,
+                        rmsnorm=True))
+    ours = build_optimizer(gpt, TrainConfig(optimizer=name))
+    matrices = [p for p in gpt.parameters() if p.dim() > 1]
+    copies = [p.detach().clone().requires_grad_() for p in matrices]
+    theirs = theirs(copies)
+    for _ in range(3):
+        for p, copy in zip(matrices, copies, strict=True):
+            p.grad = torch.randn_like(p)
+            copy.grad = p.grad.clone()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        ours.load_state_dict(ours.state_dict())
+    for p, copy in zip(matrices, copies, strict=True):
+        torch.testing.assert_close(p, copy)
+        assert p.grad is None

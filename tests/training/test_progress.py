@@ -131,6 +131,14 @@ def test_a_run_of_minutes_that_is_resumed_has_the_time_that_is_left(
     assert state()['left_s'] is None and state()['iter_num'] == more['iter_num'] + 5
 
 
+def test_a_run_of_minutes_times_a_whole_evaluation_at_its_start(tiny, tmp_path, ticking):
+    first = set()
+    for eval_iters in (2, 9):
+        train.main([*tiny, '--minutes=0.05', f'--eval_iters={eval_iters}'])
+        first.add(lines(tmp_path / 'out', 'val_loss')[0]['val_loss'])
+    assert len(first) == 2
+
+
 @pytest.mark.parametrize(('command', 'saved', 'left_s', 'expected'), [
     # a run of 10 minutes that has 240 s left, or none: (init_from, minutes) → (minutes, seconds)
     (('auto', 10), 10, 240, (10, 240)), (('auto', 13), 10, 240, (13, 420)),

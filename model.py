@@ -57,6 +57,8 @@ class GPTConfig:
     qk_norm: bool = False  # normalize queries and keys (Dehghani et al. 2023, section 2)
     mlp: Literal[*ACTIVATIONS] = 'gelu'  # activation of the MLP
     conv: int = 0  # causal convolution of this width before each MLP (So et al. 2021); 0: none
+    ngram_rows: int = 0  # add an embedding of the last `ngram` tokens: rows of its table; 0: none
+    ngram: int = 2  # tokens of such an n-gram
     value_embeddings: bool = False  # add a token embedding to each layer's values (Zhou 2024)
     tied_head: bool = True  # the head shares the embedding's weight (Press and Wolf 2017)
     n_kv_head: int = 0  # key/value heads (grouped-query attention); 0: n_head
@@ -108,6 +110,8 @@ class GPTConfig:
         if self.rotary and not remainder and self.head_size % 2:
             head_dim = 'head_dim' if self.head_dim else 'n_embd / n_head'
             found.append(f'rotary=True needs an even {head_dim}, not {self.head_size}')
+        if self.ngram_rows and self.ngram < 2:
+            found.append(f'ngram={self.ngram}: must be 2 or more')
         if self.conv == 1:
             found.append('conv=1: must be 0, or 2 or more')
         if self.document_attention and self.document_start == -1:
@@ -175,6 +179,33 @@ def find_documents(idx, bos_id):
     starts = torch.where(idx == bos_id, columns, 0).cummax(dim=1).values  # (B, T)
     visible = (columns <= columns[:, None]) & (columns >= starts[..., None])  # (B, T, T)
     return Documents(columns - starts, visible[:, None])
+
+
+class NgramEmbedding(nn.Embedding):
+    """An embedding of each token together with the n - 1 before it. Where the table is too small
+    for all n-grams, those with the same hash share a row (Svenstrup et al. 2017, "Hash
+    Embeddings")."""
+
+    def __init__(self, config):
+        super().__init__(config.ngram_rows, config.n_embd)
+        self.n = config.ngram
+        self.factor = config.vocab_size  # of the polynomial that is the hash
+        if config.vocab_size**self.n > config.ngram_rows:
+            self.factor = 1_000_003  # a prime, which spreads the n-grams over the rows
+
+    def forward(self, idx, documents=None, cache=None):
+        """idx (B, T) → (B, T, C). documents, cache: as in attention; tokens before the first one,
+        and of other documents, count as 0."""
+        n, T = self.n, idx.size(1)
+        # (B, T) → (B, n - 1 + T)
+        padded = F.pad(idx, (n - 1, 0)) if cache is None else cache.with_earlier_tokens(idx, n - 1)
+        hashes = torch.zeros_like(idx)
+        for k in reversed(range(n)):
+            earlier = padded[:, n - 1 - k:n - 1 - k + T]  # (B, T): k tokens before each
+            if documents is not None:
+                earlier = earlier.masked_fill(documents.positions < k, 0)
+            hashes = (hashes * self.factor + earlier) % self.num_embeddings
+        return super().forward(hashes)
 
 
 class CausalSelfAttention(nn.Module):
@@ -291,6 +322,8 @@ class GPT(nn.Module):
         modules = {'wte': nn.Embedding(config.padded_vocab_size, config.n_embd)}
         if config.learned_positions:
             modules['wpe'] = nn.Embedding(config.block_size, config.n_embd)
+        if config.ngram_rows:
+            modules['ngram'] = NgramEmbedding(config)
         modules['drop'] = nn.Dropout(config.dropout)
         modules['h'] = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         modules['ln_f'] = norm(config, config.n_embd)
@@ -308,7 +341,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self):
         """Draw matrices from N(0, 0.02²), as GPT-2 does. Norms start as 1, biases as 0."""
-        zeros = ('conv.weight', 'value_embedding.weight')  # added to what is there: no-ops at first
+        # added to what is there: no-ops at first
+        zeros = ('conv.weight', 'value_embedding.weight', 'ngram.weight')
         if self.config.zero_init:
             zeros += ('c_proj.weight', 'lm_head.weight')
         for name, p in self.named_parameters():
@@ -351,6 +385,8 @@ class GPT(nn.Module):
             documents = find_documents(idx, self.config.document_start)
             positions = documents.positions
         x = self.transformer.wte(idx)  # (B, T, C)
+        if self.config.ngram_rows:
+            x = x + self.transformer.ngram(idx, documents, cache)  # (B, T, C)
         rotary = None
         if self.config.learned_positions:
             x = x + self.transformer.wpe.weight[positions]  # (B, T, C) + (T, C) or (B, T, C)
@@ -378,7 +414,7 @@ class GPT(nn.Module):
         """FLOPs to train on one token, forward and backward (PaLM, appendix B): 6 for each weight
         in a matmul and 12·L·H·D·T for attention. Looking up an embedding is not a matmul."""
         c = self.config
-        embeddings = ('wpe.weight', 'value_embedding.weight')
+        embeddings = ('wpe.weight', 'value_embedding.weight', 'ngram.weight')
         if not c.tied_head:
             embeddings += ('wte.weight',)
         return 6 * self.num_parameters(embeddings) + 12 * c.n_layer * c.qkv_sizes[0] * c.block_size

@@ -17,7 +17,8 @@ OPENER = 64
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32,
                   document_attention=True, document_start=OPENER)
 FLAGS = {'learned': {}, 'rotary': {'rotary': True}, 'conv': {'conv': 3},
-         'newer': dict(rotary=True, conv=4, rmsnorm=True, qk_norm=True, value_embeddings=True,
+         'newer': dict(rotary=True, conv=4, rmsnorm=True, qk_norm=True,
+                       value_embeddings=True, ngram_rows=50,
                        tied_head=False, mlp='relu2')}
 CUTS = [[0, 5, 6, 7], [0, 9], [0, 15], [0]]  # where the documents of each sequence begin
 

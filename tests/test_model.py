@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers import ROOT
 
-from model import GPT, GPTConfig, ShortConv
+from model import GPT, GPTConfig, NgramEmbedding, ShortConv
 from plaingpt.parallel.blocks import apply_activation_checkpointing
 from plaingpt.training.loss import chunked_cross_entropy
 
@@ -194,7 +194,7 @@ def test_the_loss_in_chunks_keeps_no_logits_and_checkpointing_keeps_less():
 
 FLAGS = [{'rotary': True}, {'rmsnorm': True}, {'qk_norm': True}, {'mlp': 'relu2'},
          {'mlp': 'swiglu'}, {'mlp': 'gelu_erf'}, {'tied_head': False}, {'conv': 3},
-         {'value_embeddings': True}]
+         {'value_embeddings': True}, {'ngram_rows': 64}, {'ngram_rows': 64, 'ngram': 3}]
 
 
 @pytest.mark.parametrize('flags', FLAGS, ids=lambda flags: '-'.join(flags))
@@ -268,3 +268,27 @@ def test_the_file_alone_trains_and_samples_anywhere(tmp_path):
     done = subprocess.run([sys.executable, 'mine.py'], cwd=tmp_path, text=True, capture_output=True,
                           env={**os.environ, 'PYTHONPATH': ''}, timeout=120)
     assert done.stdout == f'{[i % 10 for i in range(24)]}\n', done.stderr
+
+
+def test_an_n_gram_has_a_row_of_its_own_where_there_is_one_for_each():
+    table = NgramEmbedding(replace(SMALL, ngram_rows=65**2))
+    idx = torch.cartesian_prod(torch.arange(65), torch.arange(65))  # all pairs
+    with torch.no_grad():
+        table.weight[:, 0] = torch.arange(65**2)
+    assert len(table(idx)[:, 1, 0].unique()) == 65**2
+
+
+def test_hashes_spread_n_grams_evenly_over_the_rows():
+    table = NgramEmbedding(replace(SMALL, vocab_size=2048, ngram_rows=1024, ngram=3))
+    with torch.no_grad():
+        table.weight[:, 0] = torch.arange(1024)
+    counts = table(torch.randint(100, (64, 1024)))[..., 0].long().flatten().bincount(minlength=1024)
+    assert counts.min() > 20 and counts.max() < 120  # of 65,536 n-grams, 64 for each row
+
+
+def test_the_tokens_of_an_n_gram_count_in_their_order():
+    table = NgramEmbedding(replace(SMALL, ngram_rows=65**2))
+    torch.manual_seed(0)
+    torch.nn.init.normal_(table.weight)
+    there, back = table(torch.tensor([[3, 5], [5, 3]]))[:, 1]
+    assert not torch.allclose(there, back)

@@ -135,7 +135,9 @@ def token_order_matters(run):
     turned = torch.cat((idx[:, :t].flip(1), idx[:, t:]), dim=1)
     with ActivationRecorder(model) as seen, torch.no_grad():
         model.eval().hidden(torch.cat((idx, turned)))
-    first = t + model.config.conv  # before it, a short convolution reads what has changed
+    # before it, a short convolution or an n-gram reads what has changed
+    ngram = model.config.ngram if model.config.ngram_rows else 1
+    first = t + model.config.conv + ngram - 1
     if first >= idx.size(1) or t < 2:
         raise NotChecked(f'sequences of {idx.size(1)} are too short')
     if largest_change(*seen.streams[1][:, first:].chunk(2)) <= SAME:

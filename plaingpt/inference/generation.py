@@ -161,6 +161,7 @@ class KVCache:
 
     def __init__(self, config, n_columns, device, static=False):
         self.layers = [LayerCache(self) for _ in range(config.n_layer)]
+        self.tokens = LayerCache(self)
         self.n_columns, self.device, self.static = n_columns, device, static
         self.numbers = torch.arange(n_columns, device=device)
 
@@ -168,7 +169,7 @@ class KVCache:
         """Forget all tokens; the memory for keys and values stays where it is."""
         self.end = 0
         self.padding = torch.tensor(padding, device=self.device)[:, None] if any(padding) else None
-        for layer in self.layers:
+        for layer in (self.tokens, *self.layers):
             if layer.earlier is not None:
                 layer.earlier.zero_()
 
@@ -178,6 +179,10 @@ class KVCache:
         if self.static:
             torch._dynamo.mark_static_address(tensor, guard=False)  # CUDA graphs may write to it
         return tensor
+
+    def with_earlier_tokens(self, idx, n):
+        """The new tokens (B, T) behind the n before them, (B, n + T), as for an n-gram."""
+        return self.tokens.with_earlier(idx[..., None], n)[..., 0]
 
     def advance(self, T):
         begin, self.end = self.end, self.end + T
@@ -205,7 +210,7 @@ class LayerCache:
     def __init__(self, cache):
         self.cache = cache
         self.keys = self.values = None  # (B, KV, columns, D)
-        self.earlier = None  # (B, n, C): what a short convolution read of the last tokens
+        self.earlier = None  # (B, n, C): what was read of the last tokens
 
     @property
     def columns(self):
@@ -227,7 +232,7 @@ class LayerCache:
         """x (B, T, C) of the new tokens → it behind that of the n tokens before, (B, n + T, C).
         Before the first token, and in padding, there are zeros."""
         if self.cache.padding is not None:
-            x = x.masked_fill((self.columns < self.cache.padding)[..., None], 0.0)
+            x = x.masked_fill((self.columns < self.cache.padding)[..., None], 0)
         if self.earlier is None:
             self.earlier = self.cache.zeros(x, x.size(0), n, x.size(2))
         x = torch.cat((self.earlier, x), dim=1)

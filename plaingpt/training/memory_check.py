@@ -25,7 +25,8 @@ def fit_to_memory(config, shape, dtype, device):
 def rough_bytes(shape, batch_size):
     """A quick estimate of the bytes that a step takes in float32, right within a factor of 4."""
     tables = 2 + shape.value_embeddings * shape.n_layer
-    weights = shape.n_embd * (12 * shape.n_layer * shape.n_embd + tables * shape.padded_vocab_size)
+    rows = tables * shape.padded_vocab_size + shape.ngram_rows
+    weights = shape.n_embd * (12 * shape.n_layer * shape.n_embd + rows)
     tokens = batch_size * shape.block_size
     # a block keeps some 16 numbers for each channel of a token
     numbers = tokens * shape.n_embd * (16 * shape.n_layer + 4) \

@@ -26,7 +26,8 @@ def build_optimizer(model, config):
 
 
 def parameter_groups(model, config):
-    """{'matrices' (of blocks), 'embedding', 'head' (unless tied), 'vector'} → a parameter group.
+    """{'matrices' (of blocks), 'embedding', 'ngram', 'head' (unless tied), 'vector'} → a parameter
+    group.
 
     Its learning rate is the schedule's times its 'lr_scale'. A vector works on each channel by
     itself (biases, norms, short convolutions). A weight may hold several matrices, one below the
@@ -51,6 +52,8 @@ def kind_of(name, p):
         return 'vector'
     if name.endswith('.value_embedding.weight'):
         return 'embedding'
+    if name == 'transformer.ngram.weight':
+        return 'ngram'
     if name.startswith('transformer.h.'):
         return 'matrices'
     return 'head' if name == 'lm_head.weight' else 'embedding'

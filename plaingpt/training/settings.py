@@ -124,7 +124,7 @@ class TrainConfig(GPTConfig):
             found.append(f'lr_schedule={self.lr_schedule}: it is {", ".join(SCHEDULES)}, or '
                          'wsd:SHARE, which falls in this last part of the run, above 0 and at most '
                          '1')
-        if not re.fullmatch(r'((embedding|head|vector):\d*\.?\d+(e[-+]?\d\d?)?(,|$))*',
+        if not re.fullmatch(r'((embedding|ngram|head|vector):\d*\.?\d+(e[-+]?\d\d?)?(,|$))*',
                             self.lr_scales):
             found.append(f'lr_scales={self.lr_scales}: it is kinds of weights and factors, as '
                          'embedding:8,head:2,vector:4')
@@ -191,7 +191,7 @@ class TrainConfig(GPTConfig):
     def scales(self):
         """{kind of weights: factor on its learning rate}, as lr_scales says."""
         parts = [part.split(':') for part in self.lr_scales.split(',') if part]
-        return {'embedding': 1.0, 'head': 1.0, 'vector': 1.0,
+        return {'embedding': 1.0, 'ngram': 1.0, 'head': 1.0, 'vector': 1.0,
                 **{kind: float(factor) for kind, factor in parts}}
 
     @property

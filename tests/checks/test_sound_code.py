@@ -17,7 +17,7 @@ from plaingpt.training.settings import TrainConfig
 
 FLAGS = {
     'newer flags': dict(rotary=True, rmsnorm=True, qk_norm=True, mlp='swiglu', tied_head=False,
-                        zero_init=True, conv=3, value_embeddings=True),
+                        zero_init=True, conv=3, value_embeddings=True, ngram_rows=50),
     'rotary positions': dict(rotary=True, eval_iters=100000),
     'documents': dict(document_attention=True, dropout=0.2, conv=3),
     'bfloat16': dict(dtype='bfloat16', dropout=0.5, bias=True),

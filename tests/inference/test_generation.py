@@ -21,6 +21,7 @@ KINDS = {
     'modern': dict(rotary=True, rmsnorm=True, qk_norm=True, mlp='swiglu', tied_head=False,
                    bias=False, conv=4),
     'odd length and convolution': dict(conv=3, block_size=7),
+    'n-grams': dict(ngram_rows=99, ngram=3, conv=2, block_size=7),
     'value embeddings': dict(rotary=True, value_embeddings=True, tied_head=False, block_size=7),
 }
 CPU = torch.device('cpu')

@@ -27,7 +27,7 @@ from plaingpt.training.settings import TrainConfig
 CPU = torch.device('cpu')
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
 NEWER = dict(rotary=True, rmsnorm=True, qk_norm=True, conv=3, mlp='swiglu',
-             value_embeddings=True, tied_head=False)
+             value_embeddings=True, ngram_rows=50, tied_head=False)
 
 
 @pytest.fixture

@@ -53,7 +53,8 @@ def traced(shape, config, dtype='bfloat16', device='cpu'):
      {'optimizer': 'muon', 'activation_checkpointing': 'selective', 'batch_size': 8}), *(
         pytest.param({'n_layer': 6, 'dropout': dropout, **shape}, *where, marks=pytest.mark.slow)
         for shape in [
-            {}, {'block_size': 512}, NEWER, {'value_embeddings': True, 'tied_head': False},
+            {}, {'block_size': 512}, NEWER,
+            {'value_embeddings': True, 'ngram_rows': 2048, 'tied_head': False},
             {'n_layer': 12, 'n_embd': 768, 'n_head': 12, 'block_size': 1024, 'vocab_size': 50257}]
         for dropout, *where in [
             (0.0, 'cpu', 'float32', {'batch_size': 64}),

@@ -5,6 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from model import GPT, GPTConfig
+from plaingpt.inference import weight_layout
 from plaingpt.inference.generation import (
     CompiledStep,
     KVCache,
@@ -12,7 +13,7 @@ from plaingpt.inference.generation import (
     choose_next_token,
     generate,
 )
-from plaingpt.inference.weight_layout import prepare_for_generation
+from plaingpt.inference.weight_layout import PackedLinear, prepare_for_generation
 from plaingpt.system.errors import UserError
 
 SMALL = dict(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
@@ -126,14 +127,20 @@ def test_a_text_of_a_model_of_documents_is_one_document():
         torch.tensor([prompt]), 9, temperature=0)[0].tolist()
 
 
-def test_packed_weights_write_the_same():
+def test_packed_weights_write_the_same(monkeypatch):
     for kind in KINDS:
         model = make(kind)
         sampling = dict(top_k=20, max_new_tokens=20)
         plain = generate(model, prompts_of(3, 9), generators=generators(1, 2), **sampling)
+        monkeypatch.setattr(weight_layout, 'WIDE', 0)
         with prepare_for_generation(model, CPU, 'float32'):
             packed = generate(model, prompts_of(3, 9), generators=generators(1, 2), **sampling)
         assert packed == plain, kind
+
+
+def test_narrow_float32_weights_are_not_packed(model):
+    prepare_for_generation(model, CPU, 'float32')
+    assert not any(isinstance(module, PackedLinear) for module in model.modules())
 
 
 @pytest.mark.parametrize('kind', [

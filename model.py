@@ -181,13 +181,14 @@ def find_documents(idx, bos_id):
     return Documents(columns - starts, visible[:, None])
 
 
-class NgramEmbedding(nn.Embedding):
+class NgramEmbedding(nn.Module):
     """An embedding of each token together with the n - 1 before it. Where the table is too small
     for all n-grams, those with the same hash share a row (Svenstrup et al. 2017, "Hash
     Embeddings")."""
 
     def __init__(self, config):
-        super().__init__(config.ngram_rows, config.n_embd)
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.ngram_rows, config.n_embd))
         self.n = config.ngram
         self.factor = config.vocab_size  # of the polynomial that is the hash
         if config.vocab_size**self.n > config.ngram_rows:
@@ -204,8 +205,8 @@ class NgramEmbedding(nn.Embedding):
             earlier = padded[:, n - 1 - k:n - 1 - k + T]  # (B, T): k tokens before each
             if documents is not None:
                 earlier = earlier.masked_fill(documents.positions < k, 0)
-            hashes = (hashes * self.factor + earlier) % self.num_embeddings
-        return super().forward(hashes)
+            hashes = (hashes * self.factor + earlier) % len(self.weight)
+        return F.embedding(hashes, self.weight)
 
 
 class CausalSelfAttention(nn.Module):

@@ -5,6 +5,7 @@
 
 variants = {
     'the recipe': {},
+    'ngram_rows=0': {'ngram_rows': 0},
     'value_embeddings=False': {'value_embeddings': False},
     'conv=0': {'conv': 0},
     'lr_scales without embedding': {'lr_scales': 'head:2,vector:4'},

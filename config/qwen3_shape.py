@@ -10,4 +10,5 @@ qk_norm = True
 mlp = 'swiglu'
 bias = False
 conv = 0
+ngram_rows = 0
 value_embeddings = False

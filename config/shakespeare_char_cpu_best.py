@@ -1,12 +1,12 @@
-# config/shakespeare_char_cpu_fast.py for longer: on two CPU cores with bfloat16 it ends below the
+# config/shakespeare_char_cpu_fast.py for longer, without n-grams: on two CPU cores with bfloat16 it ends below the
 # loss that nanoGPT publishes for its baby GPT of 10.7M parameters on an A100, 1.4697.
 #   python train.py config/shakespeare_char_cpu_best.py
 
 out_dir = 'out-shakespeare-char-cpu-best'
 dataset = 'shakespeare_char'  # 1,003,854 training characters; downloaded when first used
 
-# 12·L·C² = 12 · 4 · 128² = 0.8M weights in the blocks, and 32,768 · 128 = 4.2M in embeddings of the
-# last four characters, which are only looked up
+# 12·L·C² = 12 · 4 · 128² = 0.8M weights in the blocks. Embeddings of n-grams, as in the fast recipe,
+# memorize a text that is read twice: the loss ends 0.03 higher
 n_layer = 4
 n_head = 2
 n_embd = 128
@@ -14,8 +14,6 @@ rotary = True
 qk_norm = True
 mlp = 'relu2'
 conv = 4
-ngram_rows = 32768
-ngram = 4
 tied_head = False
 zero_init = True
 dropout = 0.0  # the text is seen twice: nothing to overfit
@@ -30,7 +28,7 @@ gradient_accumulation_steps = 1
 optimizer = 'normuon'
 max_iters = 1100
 learning_rate = 6e-3
-lr_scales = 'ngram:0.5,head:2,vector:4'
+lr_scales = 'head:2,vector:4'
 min_lr = learning_rate / 5
 average_decay = 0.98  # of the weights: what falls no further by the rate falls by the average
 lr_schedule = 'linear'

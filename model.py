@@ -198,8 +198,10 @@ class NgramEmbedding(nn.Module):
         """idx (B, T) → (B, T, C). documents, cache: as in attention; tokens before the first one,
         and of other documents, count as 0."""
         n, T = self.n, idx.size(1)
-        # (B, T) → (B, n - 1 + T)
-        padded = F.pad(idx, (n - 1, 0)) if cache is None else cache.with_earlier_tokens(idx, n - 1)
+        if cache is None:
+            padded = F.pad(idx, (n - 1, 0))  # (B, n - 1 + T)
+        else:
+            padded = cache.tokens.with_earlier(idx[..., None], n - 1)[..., 0]
         hashes = torch.zeros_like(idx)
         for k in reversed(range(n)):
             earlier = padded[:, n - 1 - k:n - 1 - k + T]  # (B, T): k tokens before each

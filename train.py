@@ -156,9 +156,7 @@ def setup(config, start, world, device, device_why):
     print0(describe_batches(config, dataset, train_data, val_data))
 
     # The model as the loop calls it: compiled, and in DDP if there are several processes.
-    wrapped_model = model
-    if compile and not by_block:
-        wrapped_model = torch.compile(model)
+    wrapped_model = torch.compile(model) if compile and not by_block else model
     if world.size > 1 and not use_fsdp:
         wrapped_model = replicate(wrapped_model, device)
 

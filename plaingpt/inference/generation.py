@@ -161,7 +161,7 @@ class KVCache:
 
     def __init__(self, config, n_columns, device, static=False):
         self.layers = [LayerCache(self) for _ in range(config.n_layer)]
-        self.tokens = LayerCache(self)
+        self.tokens = LayerCache(self)  # the last tokens themselves, for n-grams
         self.n_columns, self.device, self.static = n_columns, device, static
         self.numbers = torch.arange(n_columns, device=device)
 
@@ -179,10 +179,6 @@ class KVCache:
         if self.static:
             torch._dynamo.mark_static_address(tensor, guard=False)  # CUDA graphs may write to it
         return tensor
-
-    def with_earlier_tokens(self, idx, n):
-        """The new tokens (B, T) behind the n before them, (B, n + T), as for an n-gram."""
-        return self.tokens.with_earlier(idx[..., None], n)[..., 0]
 
     def advance(self, T):
         begin, self.end = self.end, self.end + T

@@ -56,8 +56,10 @@ class Step:
         queries = self.columns[:, None]
         self.mask = (keys <= queries) & real[:, None, None] | (keys == queries)  # (B, 1, T, end)
         # beside keys and values: what short convolutions read of each token
-        cache.layers += [DynamicLayer() for _ in range(2 * n_layer - len(cache.layers))]
-        self.layers = [Layer(self, *cache.layers[i::n_layer]) for i in range(n_layer)]
+        cache.layers += [DynamicLayer() for _ in range(2 * n_layer + 1 - len(cache.layers))]
+        self.layers = [Layer(self, cache.layers[i], cache.layers[n_layer + i])
+                       for i in range(n_layer)]
+        self.tokens = Layer(self, None, cache.layers[-1])  # for n-grams
 
 
 class Layer:
@@ -69,5 +71,5 @@ class Layer:
         return *self.attended.update(k, v), self.step.mask
 
     def with_earlier(self, x, n):
-        x, _ = self.convolved.update(x.masked_fill(self.step.padding, 0.0), x[..., :0])
+        x, _ = self.convolved.update(x.masked_fill(self.step.padding, 0), x[..., :0])
         return F.pad(x, (0, 0, n, 0))[:, -(n + len(self.columns)):]  # (B, n + T, C)

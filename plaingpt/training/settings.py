@@ -94,14 +94,14 @@ class TrainConfig(GPTConfig):
 
     # limits of numbers, which the configurator checks
     above_0 = (
-        'block_size', 'n_layer', 'n_head', 'n_embd', 'norm_eps', 'rotary_base', 'rotary_factor',
-        'rotary_length', 'eval_interval', 'eval_iters', 'log_interval', 'checkpoint_interval',
-        'batch_size', 'gradient_accumulation_steps')
+        'block_size', 'n_layer', 'n_head', 'n_embd', 'ngram', 'norm_eps', 'rotary_base',
+        'rotary_factor', 'rotary_length', 'eval_interval', 'eval_iters', 'log_interval',
+        'checkpoint_interval', 'batch_size', 'gradient_accumulation_steps')
     below_1 = ('dropout', 'beta1', 'beta2', 'momentum', 'average_decay')
     at_least_0 = (
-        *below_1, 'vocab_size', 'conv', 'n_kv_head', 'head_dim', 'n_inner', 'eval_tasks_limit',
-        'patience', 'total_batch_size', 'learning_rate', 'max_iters', 'minutes', 'weight_decay',
-        'grad_clip', 'warmup_iters', 'lr_decay_iters', 'min_lr', 'seed')
+        *below_1, 'vocab_size', 'conv', 'ngram_rows', 'n_kv_head', 'head_dim', 'n_inner',
+        'eval_tasks_limit', 'patience', 'total_batch_size', 'learning_rate', 'max_iters', 'minutes',
+        'weight_decay', 'grad_clip', 'warmup_iters', 'lr_decay_iters', 'min_lr', 'seed')
 
     def __post_init__(self):
         if self.lr_decay_iters == 'auto':

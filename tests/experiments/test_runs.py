@@ -48,7 +48,7 @@ def test_the_ladder_adds_one_change_at_a_time_and_the_ablation_undoes_one():
     for below, above in pairwise(ladder):
         assert sum(below[key] != above[key] for key in above) == 1
     ablation = read_variants('ablation', TrainConfig()).values()
-    assert [len(changes) for changes in ablation] == [0] + 6 * [1]
+    assert [len(changes) for changes in ablation] == [0] + 7 * [1]
 
 
 def test_settings_of_a_sweep_are_combined_and_what_follows_from_them_follows():

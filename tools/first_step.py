@@ -65,7 +65,7 @@ def main(argv):
                     f'--out_dir={out_dir}'])
     print(f'\n{"at":>8}{"took":>9}')
     for began, depth, name, seconds in stopwatch.rows:
-        if seconds >= 0.01:
+        if seconds >= 0.001:
             print(f'{began:7.2f}s{seconds:8.2f}s  {"  " * depth}{name}')
     print(f'{time.time() - BEGAN:7.2f}s           end', flush=True)
 

@@ -10,7 +10,7 @@
     python bench.py config/quickstart.py --judge --seeds=8
                                                         is the code as it is here better than HEAD?
     python bench.py config/quickstart.py --judge --minutes=1
-                                                        the same, for a minute a run
+                                                        the same, with one minute per run
 """
 
 import datetime

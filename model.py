@@ -57,8 +57,8 @@ class GPTConfig:
     qk_norm: bool = False  # normalize queries and keys (Dehghani et al. 2023, section 2)
     mlp: Literal[*ACTIVATIONS] = 'gelu'  # activation of the MLP
     conv: int = 0  # causal convolution of this width before each MLP (So et al. 2021); 0: none
-    ngram_rows: int = 0  # add an embedding of the last `ngram` tokens: rows of its table; 0: none
-    ngram: int = 2  # tokens of such an n-gram
+    ngram_rows: int = 0  # rows of a hashed n-gram embedding (Svenstrup et al. 2017); 0: none
+    ngram: int = 2  # with ngram_rows: tokens per n-gram
     value_embeddings: bool = False  # add a token embedding to each layer's values (Zhou 2024)
     tied_head: bool = True  # the head shares the embedding's weight (Press and Wolf 2017)
     n_kv_head: int = 0  # key/value heads (grouped-query attention); 0: n_head
@@ -190,7 +190,7 @@ class NgramEmbedding(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.ngram_rows, config.n_embd))
         self.n = config.ngram
-        self.factor = config.vocab_size  # of the polynomial that is the hash
+        self.factor = config.vocab_size  # base of the polynomial hash
         if config.vocab_size**self.n > config.ngram_rows:
             self.factor = 1_000_003  # a prime, which spreads the n-grams over the rows
 
@@ -225,7 +225,7 @@ class CausalSelfAttention(nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)
         self.q_norm = norm(config, config.head_size) if config.qk_norm else nn.Identity()
         self.k_norm = norm(config, config.head_size) if config.qk_norm else nn.Identity()
-        self.attention = None  # set by train.py: a faster one on a CPU
+        self.attention = None  # set by train.py: a faster kernel for CPUs
         self.value_embedding = None
         if config.value_embeddings:
             self.value_embedding = nn.Embedding(config.padded_vocab_size, self.qkv_sizes[2])

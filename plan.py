@@ -83,7 +83,7 @@ def options_that_fit(shape, config, dtype, device_type, available):
                     for n in range(11)]
     for change in changes:
         processes = change.get('processes', config.processes)
-        sequences = -(-config.accumulation() * config.batch_size // processes) * processes
+        sequences = -(-config.step_sequences() // processes) * processes
         tokens = {'total_batch_size': sequences * config.block_size}
         n = memory.largest_batch(shape, replace(config, **change, **tokens), dtype, device_type,
                                  available)

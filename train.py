@@ -260,12 +260,12 @@ def evaluate(run, monitor, is_last):
     is the best. A signal raises Stopped before anything is logged: a resumed run evaluates again.
     """
     step, progress = run.step, run.progress
-    # The loss of a new model is about ln(vocab_size): as many sequences as in a step show that. A
-    # run of minutes measures how long a whole evaluation takes.
+    # A new model's loss is about ln(vocab_size), which the sequences of one step show. A timed run
+    # evaluates in full, to learn how long that takes.
     is_short = run.is_new and not is_last and not run.config.minutes
     sequences = progress.eval_sequences
     if is_short:
-        sequences = min(sequences, run.config.batch_size * run.config.accumulation())
+        sequences = min(sequences, run.config.step_sequences())
 
     # without dropout, one process evaluates with the graph that is compiled for training
     as_trained = bool(run.compile) and run.world.size == 1 and run.config.dropout == 0 \
@@ -282,7 +282,7 @@ def evaluate(run, monitor, is_last):
         scores, text = monitor.score_and_sample(train_loss, *losses)
     run.stop.raise_if_stopped()
     val_loss, val_stderr = run.dataset.mean(losses), mixture_error(run.dataset, errors)
-    # a loss of fewer sequences is not compared with later ones
+    # a short evaluation is not compared with later ones
     is_best = not is_short and progress.record_evaluation(val_loss, val_stderr)
     monitor.metrics.evaluation(progress.iter_num, train_loss, val_loss, val_stderr, is_best, text)
     monitor.log_scores(scores)

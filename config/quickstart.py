@@ -6,8 +6,8 @@ out_dir = 'out-quickstart'
 dataset = 'pystdlib'  # Python's standard library, 3M tokens of a vocabulary of 2,048
 
 # 12·L·C² = 12 · 4 · 128² = 0.8M weights in matmuls of the blocks and 2 · 2,048 · 128 = 0.5M in the
-# embedding and the head. Only looked up are 4 · 2,048 · 128 = 1.0M in value embeddings, and
-# 32,768 · 128 = 4.2M in embeddings of two tokens
+# embedding and the head. Embeddings that take no matmul: 4 · 2,048 · 128 = 1.0M for
+# values, and 32,768 · 128 = 4.2M for pairs of tokens
 n_layer = 4
 n_head = 2
 n_embd = 128
@@ -18,7 +18,7 @@ rotary = True
 qk_norm = True
 mlp = 'relu2'
 conv = 4
-ngram_rows = 32768  # 111,000 pairs of tokens occur in a third of an epoch
+ngram_rows = 32768  # for some 111,000 distinct pairs of tokens in a third of an epoch
 value_embeddings = True
 tied_head = False
 zero_init = True

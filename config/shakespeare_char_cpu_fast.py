@@ -6,7 +6,7 @@ out_dir = 'out-shakespeare-char-cpu-fast'
 dataset = 'shakespeare_char'  # 1,003,854 training characters; downloaded when first used
 
 # 12·L·C² = 12 · 4 · 128² = 0.8M weights in the blocks, and 32,768 · 128 = 4.2M in embeddings of the
-# last four characters, which are only looked up
+# last four characters, which take no matmul
 n_layer = 4
 n_head = 2
 n_embd = 128

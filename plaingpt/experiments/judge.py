@@ -87,7 +87,7 @@ def verdict(rows, compared):
     if minutes == {0}:
         ratio = median('change', 'seconds') / median('base', 'seconds')
         return said, f'in {ratio:.2f} times the time'
-    return said, f'after the same time: {minutes.pop():g} min, which are ' \
+    return said, f'after the same time: {minutes.pop():g} min, ' \
                  f'{median("base", "iterations"):,.0f} steps of base and ' \
                  f'{median("change", "iterations"):,.0f} of change (medians)'
 

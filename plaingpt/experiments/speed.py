@@ -91,7 +91,7 @@ def estimate_step(shape, config, device, dtype):
 
     def step_in(sequences):
         batches = random_batches(shape, sequences, device)
-        micro_steps = config.accumulation() * config.batch_size / sequences
+        micro_steps = config.step_sequences() / sequences
 
         def work():
             micro_s, update_s = time_step(step, batches, config.learning_rate)

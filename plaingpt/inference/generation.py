@@ -206,7 +206,7 @@ class LayerCache:
     def __init__(self, cache):
         self.cache = cache
         self.keys = self.values = None  # (B, KV, columns, D)
-        self.earlier = None  # (B, n, C): what was read of the last tokens
+        self.earlier = None  # (B, n, C): the last inputs of a convolution or an n-gram
 
     @property
     def columns(self):

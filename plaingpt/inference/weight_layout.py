@@ -7,7 +7,7 @@ import torch.nn as nn
 
 from plaingpt.system.devices import DTYPES, autocast, cpu_has_bfloat16
 
-WIDE = 768  # channels; in float32, oneDNN is slower than torch's Linear for narrower models
+WIDE = 768  # channels; narrower float32 models are slower with packed weights
 
 
 def prepare_for_generation(model, device, dtype, pack=True):

@@ -11,7 +11,7 @@ import gc
 import math
 from bisect import bisect
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -28,6 +28,7 @@ from plaingpt.system.devices import DTYPES, autocast
 from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB, command_for, gib
+from plaingpt.training import attention
 from plaingpt.training.attention import use_cpu_attention
 from plaingpt.training.loss import chunk_size, chunked_cross_entropy
 from plaingpt.training.optimizers import build_optimizer
@@ -51,18 +52,16 @@ TRACES = {}  # those made in this process
 
 
 def one_step(shape, config, dtype, device, *, accumulating, chunk='auto', sharded=False,
-             on_cpu=False, tracker=None, begin=lambda phase: None):
+             tracker=None, begin=lambda phase: None):
     """The last micro-batch of a step of a new GPT, and its update, as training makes them.
 
     accumulating: whether earlier micro-batches left gradients; chunk: tokens that have logits at
-    once; sharded: blocks are in autocast's dtype, as FSDP2 gathers them; on_cpu: with the attention
-    of a CPU
+    once; sharded: blocks are in autocast's dtype, as FSDP2 gathers them
     tracker: a MemTracker; begin: called with the name of each phase as it begins"""
     with device:
         gpt = GPT(shape)
     gpt.loss_function = partial(chunked_cross_entropy, chunk=chunk)
-    if on_cpu:
-        use_cpu_attention(gpt)
+    use_cpu_attention(gpt)
     apply_activation_checkpointing(gpt, config.activation_checkpointing)
     if sharded:
         for module in gpt.transformer.h.modules():
@@ -126,11 +125,9 @@ def trace(shape, config, dtype, device_type, **how):
         tracker._peak_mem, tracker._peak_mem_snap = {}, {}  # the peak of each phase by itself
         began.append(phase)
 
-    on_cpu = device_type == 'cpu'
-    kernels = nullcontext() if on_cpu else kernels_of_gpus()
+    kernels = nullcontext() if device_type == 'cpu' else kernels_of_gpus()
     with torch.random.fork_rng([]), FakeTensorMode(), kernels:
-        one_step(shape, config, dtype, torch.device('cpu'), on_cpu=on_cpu, tracker=tracker,
-                 begin=begin, **how)
+        one_step(shape, config, dtype, torch.device('cpu'), tracker=tracker, begin=begin, **how)
     return TRACES.setdefault(key, phases)
 
 
@@ -144,18 +141,20 @@ def owners(snapshot):
     return dict(found)
 
 
+@contextmanager
 def kernels_of_gpus():
     """A context in which operations on a CPU take as much memory as a GPU's kernels: attention
     keeps no weights, also with dropout; dropout keeps a mask of bytes; RMSNorm is one kernel. What
     a kernel takes inside, such as cuBLAS's workspace, is not counted."""
-    attention = F.scaled_dot_product_attention
+    sdpa = F.scaled_dot_product_attention
     # Not a TorchFunctionMode: it would be off in the backward pass, which recomputes layers.
-    return mock.patch.multiple(
+    gpu_kernels = mock.patch.multiple(
         F, rms_norm=lambda *args: torch._fused_rms_norm(*args)[0],
-        scaled_dot_product_attention=lambda *args, **how: attention(
-            *args, **{**how, 'dropout_p': 0.0}),
+        scaled_dot_product_attention=lambda *args, **how: sdpa(*args, **{**how, 'dropout_p': 0.0}),
         dropout=lambda x, p, training, inplace:
             torch.native_dropout(x, p, True)[0] if p and training else x)
+    with gpu_kernels, mock.patch.object(attention, 'LONGEST', 0):  # cpu_attention keeps weights
+        yield
 
 
 # -----------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from plaingpt.system.distributed import print0
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 
-# Channels; narrower models generate on one thread. A second one gains 6 % or less, and beside a
-# busy program two are a third as fast as one.
+# Channels. Narrower models generate on one thread: a second thread gains at most 6%, and beside a
+# busy program two threads are a third as fast as one.
 NARROW = 256
 
 

@@ -215,4 +215,8 @@ class TrainConfig(GPTConfig):
 
     def step_tokens(self):
         """Tokens in a step, of all processes together; batch_size must be a number."""
-        return self.accumulation() * self.batch_size * self.block_size
+        return self.step_sequences() * self.block_size
+
+    def step_sequences(self):
+        """Sequences in a step, of all processes."""
+        return self.accumulation() * self.batch_size

@@ -45,5 +45,5 @@ def test_the_quickstart_of_a_gpu_trains_small_on_a_cpu(text_file, tmp_path):
 @pytest.mark.slow
 def test_the_parts_of_a_start_are_printed(char_data):
     out = run(sys.executable, ROOT / 'tools/first_step.py', *TINY, f'--dataset={char_data}')
-    for part in 'imports of train.py', 'preflight', 'evaluate', 'end':
+    for part in 'imports of train.py', 'setup', 'preflight', 'evaluate', 'end':
         assert part in out

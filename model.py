@@ -110,8 +110,8 @@ class GPTConfig:
         if self.rotary and not remainder and self.head_size % 2:
             head_dim = 'head_dim' if self.head_dim else 'n_embd / n_head'
             found.append(f'rotary=True needs an even {head_dim}, not {self.head_size}')
-        if self.ngram_rows and self.ngram < 2:
-            found.append(f'ngram={self.ngram}: must be 2 or more')
+        if self.ngram_rows and not 2 <= self.ngram <= self.block_size:
+            found.append(f'ngram={self.ngram}: must be from 2 to block_size={self.block_size}')
         if self.conv == 1:
             found.append('conv=1: must be 0, or 2 or more')
         if self.document_attention and self.document_start == -1:
@@ -190,9 +190,13 @@ class NgramEmbedding(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.ngram_rows, config.n_embd))
         self.n = config.ngram
-        self.factor = config.vocab_size  # base of the polynomial hash
+        # a polynomial hash: factor^(n-1)·first + … + last, modulo `modulus`
+        self.factor = config.vocab_size
+        self.modulus = config.ngram_rows
         if config.vocab_size**self.n > config.ngram_rows:
-            self.factor = 1_000_003  # a prime, which spreads the n-grams over the rows
+            # modulo a power of two an odd factor loses nothing of any token
+            self.factor = 1_000_003
+            self.modulus = 2**math.ceil(math.log2(config.ngram_rows))
 
     def forward(self, idx, documents=None, cache=None):
         """idx (B, T) → (B, T, C). documents, cache: as in attention; tokens before the first one,
@@ -207,8 +211,8 @@ class NgramEmbedding(nn.Module):
             earlier = padded[:, n - 1 - k:n - 1 - k + T]  # (B, T): k tokens before each
             if documents is not None:
                 earlier = earlier.masked_fill(documents.positions < k, 0)
-            hashes = (hashes * self.factor + earlier) % len(self.weight)
-        return F.embedding(hashes, self.weight)
+            hashes = (hashes * self.factor + earlier) % self.modulus
+        return F.embedding(hashes * len(self.weight) // self.modulus, self.weight)
 
 
 class CausalSelfAttention(nn.Module):

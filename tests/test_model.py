@@ -286,9 +286,11 @@ def test_hashes_spread_n_grams_evenly_over_the_rows():
     assert counts.min() > 20 and counts.max() < 120  # of 65,536 n-grams, 64 for each row
 
 
-def test_the_tokens_of_an_n_gram_count_in_their_order():
-    table = NgramEmbedding(replace(SMALL, ngram_rows=65**2))
+@pytest.mark.parametrize('rows', [65**2, 1000, 6 * 333_334, 500_001, 1_000_002, 1_000_003])
+def test_the_tokens_of_an_n_gram_count_in_their_order(rows):
+    table = NgramEmbedding(replace(SMALL, ngram_rows=rows, ngram=2 if rows == 65**2 else 4))
     torch.manual_seed(0)
     torch.nn.init.normal_(table.weight)
-    there, back = table(torch.tensor([[3, 5], [5, 3]]))[:, 1]
+    there, back, other = table(torch.tensor([[3, 5], [5, 3], [9, 5]]))[:, 1]
     assert not torch.allclose(there, back)
+    assert not torch.allclose(there, other)

@@ -59,7 +59,7 @@ class TrainConfig(GPTConfig):
     # optimizer
     optimizer: Literal[*OPTIMIZERS] = 'adamw'  # muon: for matrices in blocks, AdamW for the rest
     learning_rate: float = 6e-4  # the highest; sgd needs some 100 times AdamW's
-    lr_scales: str = ''  # factors on it, such as embedding:8,head:2,vector:4 (head: if untied)
+    lr_scales: str = ''  # factors on it: embedding:8,ngram:1,head:2,vector:4 (head: if untied)
     max_iters: int = 600000  # updates of the weights
     minutes: float = 0.0  # train this long, not max_iters; init_from=resume: this much longer
     weight_decay: float = 1e-1  # of matrices and embeddings; vectors have none
@@ -127,7 +127,7 @@ class TrainConfig(GPTConfig):
         if not re.fullmatch(r'((embedding|ngram|head|vector):\d*\.?\d+(e[-+]?\d\d?)?(,|$))*',
                             self.lr_scales):
             found.append(f'lr_scales={self.lr_scales}: it is kinds of weights and factors, as '
-                         'embedding:8,head:2,vector:4')
+                         'embedding:8,ngram:1,head:2,vector:4')
         return found
 
     def conflicts(self):

@@ -1,7 +1,7 @@
 """A tiny model that was tuned on conversations."""
 
 import torch
-from helpers import CHAT
+from sample_data import CHAT
 
 from model import GPT, GPTConfig
 from plaingpt.system.devices import rng_state

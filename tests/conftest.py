@@ -9,23 +9,16 @@ import difflib
 import inspect
 import optparse
 import signal
-from unittest.mock import Mock
 
 import pytest
 import torch
 from chat_model import train_chat_model
-from helpers import TINY
 from hub import HUB
 from hypothesis import settings
+from runs import TINY
 
 import prepare
 import train
-
-train.KEPT = 10  # checkpoints: tests look at those in between, too
-# These would take most of the time of a run of six steps: a process that has imported all that is
-# tested has much garbage to look for, and a disk that is busy takes long to say what it has.
-train.gc = Mock()
-os.fsync = lambda fd: None
 
 settings.register_profile('busy', deadline=None)  # the first example pays for imports
 settings.load_profile('busy')

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from helpers import SHARED
+from sample_data import SHARED
 
 from model import GPT, GPTConfig
 from plaingpt.inference.pretrained import open_pretrained

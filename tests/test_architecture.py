@@ -9,7 +9,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
+from processes import ROOT
 
 CODE = sorted({*ROOT.glob('*.py'), *ROOT.glob('plaingpt/**/*.py'), *ROOT.glob('tools/*.py')}
               - {ROOT / 'plaingpt/inference/remote_code.py'})  # it runs in exported folders alone

@@ -3,7 +3,7 @@ import sys
 from contextlib import redirect_stdout
 
 import pytest
-from helpers import model_of
+from runs import model_of
 
 import bench
 import train

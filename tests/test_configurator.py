@@ -2,7 +2,7 @@ import dataclasses
 import re
 
 import pytest
-from helpers import ROOT
+from processes import ROOT
 
 import evaluate
 import prepare

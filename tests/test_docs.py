@@ -24,7 +24,6 @@ import pytest
 import torch
 from _pytest.capture import FDCapture, MultiCapture
 from foreign_models import nanogpt_checkpoint, save_model, save_tokenizer
-from helpers import ROOT, SHARED, ranks, wait_until, write_tasks
 from hub import HUB
 from pages import (
     LEFT_OUT,
@@ -41,6 +40,8 @@ from pages import (
     text_of,
     why_left_out,
 )
+from processes import ROOT, ranks, wait_until
+from sample_data import SHARED, write_tasks
 
 import train
 from configurator import load_config

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import HostReads
+from runs import HostReads
 
 from model import GPT, GPTConfig, find_documents
 from plaingpt.parallel.blocks import (

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from foreign_models import opened, shaken
-from helpers import ROOT, fails, launch, write_tasks
+from processes import ROOT, fails, launch
+from sample_data import write_tasks
 
 import evaluate
 import export

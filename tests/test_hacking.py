@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT, copy_project, run_copy
+from processes import ROOT, copy_project, run_copy
 
 PAGE = (ROOT / 'docs' / 'hacking.md').read_text(encoding='utf-8')
 INTRODUCTION, *SECTIONS = re.split(r'^## ', PAGE, flags=re.M)

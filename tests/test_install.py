@@ -6,9 +6,9 @@ import tomllib
 from importlib import metadata
 
 import pytest
-from helpers import ROOT, fails, options, run
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from processes import ROOT, fails, options, run
 
 import prepare
 import sample

@@ -9,7 +9,8 @@ import subprocess
 import sys
 
 import pytest
-from helpers import SHARED, copy_project
+from processes import copy_project
+from sample_data import SHARED
 
 # file, line, what it becomes, test that fails then
 MISTAKES = {

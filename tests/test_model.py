@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT
+from processes import ROOT
 
 from model import GPT, GPTConfig, NgramEmbedding, ShortConv
 from plaingpt.parallel.blocks import apply_activation_checkpointing

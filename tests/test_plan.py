@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import ROOT, fails
+from processes import ROOT, fails
 
 import model
 import plan

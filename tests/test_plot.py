@@ -4,7 +4,8 @@ import json
 import shutil
 
 import pytest
-from helpers import ROOT, fails, size_of_png
+from processes import ROOT, fails
+from runs import size_of_png
 
 import plot
 from plaingpt.monitoring.run_record import read_run

@@ -12,7 +12,8 @@ import tracemalloc
 from pathlib import Path
 
 import numpy as np
-from helpers import ROOT, SHARED, exit_code, fails, fork, shared_file
+from processes import ROOT, exit_code, fails, fork
+from sample_data import SHARED, shared_file
 
 import prepare
 from plaingpt.data import encoding, overlap, text_files, tokenizer_choice

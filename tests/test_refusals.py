@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from helpers import fails
+from processes import fails
 
 # A command line → words of the line that answers it, in this order. There are run, the out_dir of a
 # model of characters, data/chars, its text, and a few files; LINE.py has what is after it.

@@ -1,6 +1,6 @@
 import gzip
 
-from helpers import model_of
+from runs import model_of
 
 import sample
 from configurator import load_config

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from chat_model import ANSWERS, save
-from helpers import exit_code, fails, fork, wait_until
+from processes import exit_code, fails, fork, wait_until
 
 import plaingpt
 import sample

@@ -8,7 +8,9 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, lines, model_of, write_tasks
+from processes import ROOT
+from runs import lines, model_of
+from sample_data import write_tasks
 
 import train
 from plaingpt.monitoring.run_record import read_run

@@ -37,7 +37,8 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 
-from helpers import exit_code, fork, in_background, options, ranks
+from processes import exit_code, fork, options, ranks
+from runs import in_background
 
 import prepare
 import train

@@ -1,6 +1,7 @@
 import pytest
 import torch
-from helpers import CHECKED, options
+from processes import options
+from runs import CHECKED
 
 import train
 from configurator import load_config

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from chat_model import save
-from helpers import ask, options, write_chat
+from processes import options
+from sample_data import ask, write_chat
 
 import prepare
 import train

@@ -5,7 +5,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from helpers import CHECKED, ROOT, after_init, change_batches, options
+from processes import ROOT, options
+from runs import CHECKED, after_init, change_batches
 
 import model
 import train

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from helpers import after_init, change_batches, exit_code, fork_job
+from processes import exit_code, fork_job
+from runs import after_init, change_batches
 
 import evaluate
 import model

@@ -1,7 +1,7 @@
 import shutil
 
 import pytest
-from helpers import fails
+from processes import fails
 
 import prepare
 

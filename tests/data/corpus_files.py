@@ -4,7 +4,7 @@ import json
 
 import pyarrow
 import pyarrow.parquet
-from helpers import die_before_change, exit_code, fork
+from processes import die_before_change, exit_code, fork
 
 import prepare
 from plaingpt.data.dataset import open_dataset

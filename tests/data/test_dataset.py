@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from corpus_files import contents
-from helpers import exit_code, fails, fork_job
+from processes import exit_code, fails, fork_job
 
 import prepare
 import train

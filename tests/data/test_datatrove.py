@@ -8,7 +8,8 @@ import sys
 
 import numpy as np
 import pytest
-from helpers import ROOT, TINY, fails
+from processes import ROOT, fails
+from runs import TINY
 
 import export
 import prepare

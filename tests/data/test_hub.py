@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from corpus_files import contents, prepared, write_parquet, write_rows
 from foreign_models import save_tokenizer
-from helpers import fails
+from processes import fails
 
 import prepare
 from plaingpt.data import encoding

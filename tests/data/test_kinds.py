@@ -20,7 +20,7 @@ from corpus_files import (
     write_parquet,
     write_rows,
 )
-from helpers import fails
+from processes import fails
 
 import prepare
 from plaingpt.data import encoding, text_files

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT
+from processes import ROOT
 
 import prepare
 from plaingpt.data import tokenizer_choice

@@ -5,7 +5,7 @@ from itertools import chain
 
 import pytest
 from corpus_files import documents_of, prepared, write_files, write_rows
-from helpers import fails
+from processes import fails
 
 import prepare
 from plaingpt.data.documents import Files

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from helpers import prepare_corpora
+from sample_data import prepare_corpora
 from test_batches import NoTokens
 
 import prepare

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from corpus_files import contents
-from helpers import fails, lines
+from processes import fails
+from runs import lines
 
 import evaluate
 import prepare

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers import CHAT, ask, write_chat
+from sample_data import CHAT, ask, write_chat
 
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.inspection import find_damage

@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from helpers import ROOT, fails
+from processes import ROOT, fails
 
 import prepare
 from plaingpt.data.dataset import open_dataset, open_named

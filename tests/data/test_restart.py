@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from corpus_files import contents, killed, write_rows
-from helpers import fails
+from processes import fails
 
 import prepare
 from plaingpt.data import encoding, tokenizer_choice

@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 import tiktoken
-from helpers import CHAT, SHARED, ask
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sample_data import CHAT, SHARED, ask
 
 from plaingpt.data import gigatoken
 from plaingpt.data.chat_tokenizer import MARK, SPECIAL_TOKENS

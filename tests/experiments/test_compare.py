@@ -4,7 +4,8 @@ import sys
 import compare
 import pytest
 import races
-from helpers import ROOT, TINY, lines, options, run
+from processes import ROOT, options, run
+from runs import TINY, lines
 
 import prepare
 import train

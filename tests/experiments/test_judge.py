@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, copy_project, options
+from processes import ROOT, copy_project, options
 
 import bench
 from configurator import load_config

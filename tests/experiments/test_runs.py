@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, exit_code, fork
+from processes import ROOT, exit_code, fork
 
 import bench
 import train

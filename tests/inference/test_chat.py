@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 from chat_model import ANSWERS
-from helpers import CHAT, ask
+from sample_data import CHAT, ask
 from test_docs import after_readme, follow  # noqa: F401  (a fixture)
 
 import plaingpt

@@ -3,7 +3,7 @@ the answers are ours. test_llama_cpp.py has the same for llama.cpp."""
 
 import pytest
 from foreign_models import in_transformers, shaken
-from helpers import CHAT, ask
+from sample_data import CHAT, ask
 from test_gguf import QWEN3, learned, tokenizer_of
 
 import plaingpt

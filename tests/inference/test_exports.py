@@ -10,7 +10,8 @@ import pytest
 import torch
 import yaml
 from foreign_models import STRANGE, in_transformers, opened, shaken, tokens
-from helpers import ROOT, TINY, same_logits
+from processes import ROOT
+from runs import TINY, same_logits
 from test_gguf import tokenizer_of
 
 import export

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from foreign_models import in_transformers, opened, tokens
-from helpers import same_logits
+from runs import same_logits
 from safetensors.torch import load_file, save_file
 
 from plaingpt.data.tokenizers import ByteTokenizer

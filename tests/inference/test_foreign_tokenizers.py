@@ -6,7 +6,8 @@ import shutil
 import numpy as np
 import pytest
 from foreign_models import KINDS, STRANGE, THINKING, save_model, save_tokenizer
-from helpers import ask, fails
+from processes import fails
+from sample_data import ask
 
 import evaluate
 import export

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from foreign_models import save_tokenizer, shaken
-from helpers import CHAT, SHARED, die_before_change, exit_code, fails, fork
+from processes import die_before_change, exit_code, fails, fork
+from sample_data import CHAT, SHARED
 
 import export
 from plaingpt.data import tokenizers

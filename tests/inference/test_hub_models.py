@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from foreign_models import opened, save_gpt2, save_model, save_tokenizer, tokens
-from helpers import ROOT, SHARED, fails, model_of, options, same, same_logits
+from processes import ROOT, fails, options
+from runs import model_of, same, same_logits
+from sample_data import SHARED
 
 import evaluate
 import export

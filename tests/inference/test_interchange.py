@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from foreign_models import nanogpt_checkpoint, opened, tokens
-from helpers import fails
+from processes import fails
 from test_families import refused
 
 import sample

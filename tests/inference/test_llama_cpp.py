@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 import torch
 from foreign_models import STRANGE, shaken
-from helpers import CHAT, shared_file
+from sample_data import CHAT, shared_file
 from test_chat_export import (
     ANSWER,
     CONVERSATIONS,

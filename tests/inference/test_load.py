@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from foreign_models import nanogpt_checkpoint
-from helpers import ROOT, model_of
+from processes import ROOT
+from runs import model_of
 
 import export
 import plaingpt

@@ -4,7 +4,7 @@ import sys
 from unittest.mock import Mock
 
 import pytest
-from helpers import lines
+from runs import lines
 
 import train
 from plaingpt.training import checkpoint as checkpoints

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from helpers import options
+from processes import options
 
 import train
 from model import Block

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import lines
+from runs import lines
 
 from model import GPT, GPTConfig
 from plaingpt.data.batches import BatchLoader

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from helpers import ROOT
+from processes import ROOT
 
 from plaingpt.monitoring import references
 

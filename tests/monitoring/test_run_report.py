@@ -4,8 +4,8 @@ import os
 import signal
 
 import pytest
-from helpers import change_steps, lines, size_of_png
 from matplotlib.figure import Figure
+from runs import change_steps, lines, size_of_png
 
 import train
 from plaingpt.monitoring import run_report

@@ -8,7 +8,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import TINY, change_steps, launch, lines, model_of, options
+from processes import launch, options
+from runs import TINY, change_steps, lines, model_of
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor
 

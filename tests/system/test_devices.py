@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from helpers import fails
+from processes import fails
 
 import sample
 import train

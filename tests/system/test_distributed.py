@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import exit_code, fork_job, launch, ranks, wait_until
+from processes import exit_code, fork_job, launch, ranks, wait_until
 
 import train
 from model import GPT, GPTConfig

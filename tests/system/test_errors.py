@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT, exit_code, fails, fork
+from processes import ROOT, exit_code, fails, fork
 
 import train
 from plaingpt.system.errors import UserError, run_script

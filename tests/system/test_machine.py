@@ -7,7 +7,8 @@ import threading
 
 import pytest
 import torch
-from helpers import TINY, exit_code, fork, wait_until
+from processes import exit_code, fork, wait_until
+from runs import TINY
 
 import prepare
 import sample

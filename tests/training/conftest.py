@@ -1,13 +1,20 @@
 import pytest
-from helpers import ask, conversations, prepare_corpora, write_chat
+from sample_data import ask, conversations, prepare_corpora, write_chat
 
 import prepare
+import train
 
 
 @pytest.fixture
 def tiny(tiny):
     """Without the checks before the first step, which tests/checks has."""
     return [*tiny, '--check=False']
+
+
+@pytest.fixture
+def all_checkpoints(monkeypatch):
+    """No checkpoint is removed."""
+    monkeypatch.setattr(train, 'KEPT', 1000)
 
 
 @pytest.fixture(scope='session')

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CHAT, TINY, ask, conversations, lines, model_of, options, write_chat
+from processes import options
+from runs import TINY, lines, model_of
+from sample_data import CHAT, ask, conversations, write_chat
 
 import evaluate
 import plan

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers import model_of, same
+from runs import model_of, same
 from safetensors.torch import load_file
 
 from model import GPT, GPTConfig

@@ -4,7 +4,7 @@ from itertools import repeat
 
 import pytest
 import torch
-from helpers import HostReads, lines
+from runs import HostReads, lines
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch._aot_autograd.autograd_cache import check_cacheable

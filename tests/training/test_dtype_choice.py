@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import launch, lines, same, weights
+from processes import launch
+from runs import lines, same, weights
 
 import train
 from model import GPTConfig

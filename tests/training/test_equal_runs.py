@@ -7,16 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import (
-    TINY,
-    in_background,
-    launch,
-    lines,
-    one_benchmark,
-    options,
-    same,
-    weights,
-)
+from processes import launch, options
+from runs import TINY, in_background, lines, same, weights
+from sample_data import one_benchmark
 
 import train
 from plaingpt.training import checkpoint as checkpoints

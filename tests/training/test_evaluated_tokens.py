@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from foreign_models import shaken, tokens
-from helpers import lines
+from runs import lines
 
 import evaluate
 import prepare

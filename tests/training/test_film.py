@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import TINY, launch, model_of
+from processes import launch
+from runs import TINY, model_of
 
 import plot
 import train

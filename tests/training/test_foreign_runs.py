@@ -6,7 +6,9 @@ import random
 import pytest
 import torch
 from foreign_models import opened, save_model, save_tokenizer
-from helpers import ROOT, ask, launch, lines, model_of, options
+from processes import ROOT, launch, options
+from runs import lines, model_of
+from sample_data import ask
 
 import export
 import plaingpt

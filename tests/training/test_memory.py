@@ -6,7 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import change_steps, fails, model_of
+from processes import fails
+from runs import change_steps, model_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore

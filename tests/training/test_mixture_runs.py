@@ -1,7 +1,7 @@
 """Runs on a mixture of corpora, with the commands that a user gives."""
 
 import pytest
-from helpers import TINY, lines
+from runs import TINY, lines
 
 import train
 

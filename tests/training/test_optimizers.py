@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import lines, same, weights
+from runs import lines, same, weights
 from torch.profiler import ProfilerActivity, profile
 
 import train

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import change_steps, fails, launch, lines
+from processes import fails, launch
+from runs import change_steps, lines
 
 import train
 from configurator import load_config

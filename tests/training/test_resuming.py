@@ -6,7 +6,8 @@ import os
 import shutil
 
 import pytest
-from helpers import die_before_change, exit_code, fails, fork, lines, same, weights
+from processes import die_before_change, exit_code, fails, fork
+from runs import lines, same, weights
 
 import prepare
 import train

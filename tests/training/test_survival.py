@@ -13,20 +13,9 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from helpers import (
-    ROOT,
-    change_steps,
-    exit_code,
-    fails,
-    fork,
-    fork_job,
-    launch,
-    lines,
-    one_benchmark,
-    run,
-    same,
-    weights,
-)
+from processes import ROOT, exit_code, fails, fork, fork_job, launch, run
+from runs import change_steps, lines, same, weights
+from sample_data import one_benchmark
 
 import train
 from plaingpt.data.batches import BatchLoader
@@ -182,6 +171,7 @@ def spoil_steps(monkeypatch, bad_losses, bad_gradients=()):
     change_steps(monkeypatch, spoil)
 
 
+@pytest.mark.usefixtures('all_checkpoints')
 def test_a_bad_step_leaves_weights_and_optimizer_alone(tiny, tmp_path, monkeypatch, capsys):
     spoil_steps(monkeypatch, [2], [4])
     monkeypatch.setattr(step, 'MAX_BAD_STEPS', 2)
@@ -196,6 +186,7 @@ def test_a_bad_step_leaves_weights_and_optimizer_alone(tiny, tmp_path, monkeypat
     assert gradient['iter'] == 4 and gradient['loss'][0] < 5 and gradient['grad_norm'] == 'nan'
 
 
+@pytest.mark.usefixtures('all_checkpoints')
 @pytest.mark.parametrize(('dtype', 'bad_losses', 'bad_gradients', 'end'), [
     ('float32', [3, 4, 5, 6], [], 6), ('float16', [], range(3, 99), 22)])  # 16 may overflow
 def test_too_many_bad_steps_in_a_row_stop_the_run_with_the_weights_before_them(

@@ -3,7 +3,7 @@ was among them."""
 
 import numpy as np
 import pytest
-from helpers import options
+from processes import options
 
 import train
 from plaingpt.data.overlap import read_sketches

@@ -7,7 +7,8 @@ stay as they are: where one of them cannot be read, the change that did it is wr
 import shutil
 
 import pytest
-from helpers import ROOT, fails, lines, options
+from processes import ROOT, fails, options
+from runs import lines
 
 import sample
 import train

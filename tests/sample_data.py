@@ -1,0 +1,100 @@
+"""Texts, conversations and benchmarks to prepare, train on and evaluate."""
+
+import hashlib
+import json
+import os
+import random
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from processes import ROOT
+
+import prepare
+from plaingpt.data.chat_tokenizer import ChatTokenizer
+from plaingpt.data.tokenizers import ByteTokenizer
+from plaingpt.inference import lm_eval_model
+
+SHARED = Path(os.environ.get('PLAINGPT_SHARED', ROOT.parent / 'shared'))
+
+
+def shared_file(name):
+    """A file of real text that is beside the checkout on some machines; skips where absent."""
+    path = SHARED / 'data' / name
+    if not path.exists():
+        pytest.skip(f'{path} is not there (PLAINGPT_SHARED names its folder)')
+    return path
+
+
+CHAT = ChatTokenizer(ByteTokenizer())
+
+
+def ask(question, answer, *more):
+    texts = [question, answer, *more]
+    return [{'role': ('user', 'assistant')[i % 2], 'content': text}
+            for i, text in enumerate(texts)]
+
+
+def conversations(n, seed=0):
+    """Answers are of very different lengths, so that micro-batches have few targets or many."""
+    rng = random.Random(seed)
+    return [ask(f'{i}?' * rng.randint(1, 4), 'ab' * rng.choice((1, 1, 12))) for i in range(n)]
+
+
+def write_tasks(folder, monkeypatch):
+    """→ files of two tasks of lm_eval, which knows no other: the right ending, and the word."""
+    tasks = pytest.importorskip('lm_eval.tasks')  # an index of its own tasks would take seconds
+    monkeypatch.setattr(tasks, 'TaskManager', partial(tasks.TaskManager, include_defaults=False))
+    rows = [{'text': f'usage of {word}', 'word': word, 'words': [word, 'of the usage', 'def']}
+            for word in ('the', 'main', 'parser', 'import', 'a class', 'self')]
+    (folder / 'questions.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    for name, more in (
+            ('ending', 'output_type: multiple_choice\ndoc_to_choice: words\ndoc_to_target: 0\n'
+                       'metric_list: [{metric: acc}, {metric: acc_norm}]\n'),
+            ('word', 'output_type: loglikelihood\ndoc_to_target: " {{word}}"\n'
+                     'metric_list: [{metric: perplexity}, {metric: acc}]\n')):
+        (folder / f'{name}.yaml').write_text(
+            f'task: {name}\ndataset_path: json\ntest_split: test\ndoc_to_text: text\n'
+            f'dataset_kwargs: {{data_files: {{test: {folder}/questions.jsonl}}}}\n{more}')
+    return folder / 'ending.yaml', folder / 'word.yaml'
+
+
+def one_benchmark(patch, answers):
+    """eval_tasks=own asks how likely these texts are after 'def', without lm_eval."""
+    def score_tasks(tasks, limit, *arguments):
+        lm = lm_eval_model.Requests(*arguments)
+        found = lm._loglikelihood_tokens([
+            (None, lm.tok_encode('def'), lm.tok_encode(answer)) for answer in answers])
+        return {'own': {'logp': sum(logp for logp, _ in found), 'questions': len(answers)}}
+    patch.setattr(lm_eval_model, 'load_tasks', lambda names: None)
+    patch.setattr(lm_eval_model, 'score_tasks', score_tasks)
+
+
+def write_chat(folder, train, val=None):
+    """Conversations → a dataset folder as prepare.py writes it."""
+    folder.mkdir(parents=True)
+    meta = {'format_version': 1, 'dtype': 'uint16', 'vocab_size': CHAT.vocab_size,
+            'tokenizer': CHAT.to_json(), 'splits': {}, 'source': {}}
+    for split, conversations in (('train', train), ('val', val or train)):
+        ids, learned = (np.concatenate(part) for part in zip(
+            *map(CHAT.encode_conversation, conversations), strict=True))
+        digests = {}
+        for name, data in ((split, ids.astype('<u2')), (f'{split}_mask', learned.astype('u1'))):
+            (folder / f'{name}.bin').write_bytes(data.tobytes())
+            digests[name] = hashlib.sha256(data.tobytes()).hexdigest()
+        meta['splits'][split] = {
+            'tokens': len(ids), 'documents': len(conversations), 'learned': int(learned.sum()),
+            'files': [{'name': f'{split}.bin', 'tokens': len(ids), 'sha256': digests[split],
+                       'mask_sha256': digests[f'{split}_mask']}]}
+    (folder / 'meta.json').write_text(json.dumps(meta))
+    return folder
+
+
+def prepare_corpora(folder, texts):
+    """{name: text} → the folder, with NAME.txt and, prepared by bytes, data/NAME of each."""
+    for name, text in texts.items():
+        (folder / f'{name}.txt').write_text(text)
+        prepare.main(['text', f'--input={folder}/{name}.txt', '--tokenizer=byte',
+                      f'--data_dir={folder}/data/{name}'])
+    return folder

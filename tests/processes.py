@@ -48,10 +48,11 @@ def fails(capsys, monkeypatch, main, *argv):
     return lines[0]
 
 
-def run(*command, cwd=None):
-    """Run a command as a user would → its stdout. Fails the test if it fails."""
-    done = subprocess.run([*map(str, command)], cwd=cwd, text=True, capture_output=True,
-                          timeout=300)
+def run(*command, cwd=None, typed=''):
+    """Run a command as a user would, who types text into it → its stdout. Fails the test if it
+    fails."""
+    done = subprocess.run([*map(str, command)], cwd=cwd, input=typed, text=True,
+                          capture_output=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

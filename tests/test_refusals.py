@@ -145,7 +145,7 @@ bench --variants=LINE.py variants = {"none": {"conf": 0}} → none conf
 
 compare                                     → race own-text prepare
 compare race                                → --nanogpt=FOLDER
-compare own-text --nanogpt=x --minutes=1    → --own-text=
+compare own-text --nanogpt=x --minutes=1    → --minutes=5
 compare race --nanogpt=x --batchsize=3      → batchsize
 """
 

@@ -3,8 +3,9 @@
     python tools/mutants.py model.py train.py plaingpt/data > mutants.txt
 
 In each file or folder that is named, 50 places are drawn: a comparison is turned, a constant
-changed, a statement left out, two arguments are swapped. Then at most 30 tests of `make test` run
-that reach the lines. A mutant survives where all pass; some that do change no result.
+changed, a statement left out, two arguments are swapped. Then at most 40 tests of `make test` run
+that reach the lines, also in forks: those of the same subject first, and quick ones. A mutant
+survives where all pass; some that do change no result.
 """
 
 import ast
@@ -15,14 +16,17 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
+from queue import SimpleQueue
 
 from coverage import CoverageData
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = [sys.executable, '-m', 'pytest']
-COUNT, SEED, TESTS, LIMIT_S = 50, 1, 30, 300
+COUNT, SEED, TESTS, LIMIT_S = 50, 1, 40, 300
+COPIES = 2  # of the project: as many mutants are tried at a time
 TURNED = {ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Eq: ast.NotEq,
           ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot,
           ast.IsNot: ast.Is, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div,
@@ -65,6 +69,7 @@ def mutants(folder, file):
 def map_tests(folder):
     """Run the tests of a copy, which have to pass → {file: {line: the tests that run it}}, and how
     many lines each test runs."""
+    (folder / '.coveragerc').write_text('[run]\npatch = _exit\nparallel = true\n')  # forks too
     subprocess.run([*PYTEST, '-n', '2', f'--cov={folder}', '--cov-report=', '--cov-context=test'],
                    cwd=folder, stdout=sys.stderr, check=True)
     data, reached, sizes = CoverageData(folder / '.coverage'), defaultdict(dict), Counter()
@@ -77,19 +82,30 @@ def map_tests(folder):
     return reached, sizes
 
 
-def is_noticed(folder, mutant, reached, sizes):
-    """Whether tests fail, or hang, in a copy of the project with this mutant."""
-    file, lines, place, _, code = mutant
-    ran = [reached[file][n] for n in lines if n in reached[file]]
-    tests = set().union(*ran)
-    if ran and not tests:  # at the import alone
+def tests_of(mutant, reached, sizes):
+    """The tests to run for a mutant, in order."""
+    file, lines, *_ = mutant
+    reaching = [reached[file][n] for n in lines if n in reached[file]]
+    tests = set().union(*reaching)
+    if reaching and not tests:  # at the import alone
         tests = set().union(*reached[file].values())
+    subject = {Path(file).parent.name, f'test_{Path(file).stem}'}
+
+    def rank(test):
+        names = {Path(test.partition('::')[0]).parent.name, Path(test.partition('::')[0]).stem}
+        return not subject & names, sizes[test]
+    return sorted(tests, key=rank)[:TESTS]
+
+
+def is_noticed(folder, mutant, tests):
+    """Whether tests fail, or hang, in a copy of the project with this mutant."""
+    file, _, place, _, code = mutant
     source = (folder / file).read_bytes()
     (folder / file).write_bytes(source[:place.start] + code.encode() + source[place.stop:])
     try:
         return bool(tests) and subprocess.run(
-            [*PYTEST, '-x', '-n', '0', *sorted(tests, key=sizes.get)[:TESTS]], cwd=folder,
-            capture_output=True, timeout=LIMIT_S).returncode != 0
+            [*PYTEST, '-x', '-n', '0', *tests], cwd=folder, capture_output=True,
+            timeout=LIMIT_S).returncode != 0
     except subprocess.TimeoutExpired:
         return True
     finally:
@@ -98,22 +114,31 @@ def is_noticed(folder, mutant, reached, sizes):
 
 def main(names):
     os.environ.setdefault('PLAINGPT_SHARED', str(ROOT.parent / 'shared'))
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary, 'copy')
-        subprocess.run(['git', 'clone', '-q', ROOT, folder], check=True)
-        reached, sizes = map_tests(folder)
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(COPIES) as pool:
+        folders = [Path(temporary, f'copy{n}') for n in range(COPIES)]
+        for folder in folders:
+            subprocess.run(['git', 'clone', '-q', ROOT, folder], check=True)
+        reached, sizes = map_tests(folders[0])
+        idle = SimpleQueue()
+        for folder in folders:
+            idle.put(folder)
+
+        def try_mutant(mutant):
+            folder = idle.get()
+            noticed = is_noticed(folder, mutant, tests_of(mutant, reached, sizes))
+            idle.put(folder)
+            return noticed
+
         for name in names:
             files = [name] if name.endswith('.py') else sorted(
-                str(path.relative_to(folder)) for path in (folder / name).rglob('*.py'))
-            found = [mutant for file in files for mutant in mutants(folder, file)]
-            noticed, drawn = 0, random.Random(SEED).sample(found, min(COUNT, len(found)))
-            for mutant in drawn:
-                if is_noticed(folder, mutant, reached, sizes):
-                    noticed += 1
-                else:
-                    file, lines, _, code, new = mutant
-                    print(f'    {file}:{lines.start}: {code}  →  {new}', flush=True)
-            print(f'{name}: {noticed} of {len(drawn)} noticed', flush=True)
+                str(path.relative_to(folders[0])) for path in (folders[0] / name).rglob('*.py'))
+            places = [mutant for file in files for mutant in mutants(folders[0], file)]
+            drawn = random.Random(SEED).sample(places, min(COUNT, len(places)))
+            noticed = list(pool.map(try_mutant, drawn))
+            for (file, lines, _, code, new), was_noticed in zip(drawn, noticed, strict=True):
+                if not was_noticed:
+                    print(f'    {file}:{lines.start}: {code}  →  {new}')
+            print(f'{name}: {sum(noticed)} of {len(drawn)} noticed', flush=True)
 
 
 if __name__ == '__main__':

@@ -2,6 +2,7 @@
 
     python tools/torture.py                          all groups
     python tools/torture.py kills files --seed=1     some of them
+    python tools/torture.py --save=results           one night's: counts in results/torture.csv
 
 kills    a run is killed with SIGKILL again and again, half of the time inside a save
 signals  a run gets signals while it starts, trains, evaluates, saves or ends
@@ -43,8 +44,10 @@ from runs import in_background
 import prepare
 import train
 from configurator import load_config
+from plaingpt.experiments.tables import save_csv
 from plaingpt.monitoring.run_record import read_rows
 from plaingpt.system import distributed
+from plaingpt.system.devices import cpu_name
 from plaingpt.system.errors import run_script
 from plaingpt.system.files import sha256_of
 from plaingpt.training.checkpoint import checkpoint_paths, find, intact
@@ -58,6 +61,7 @@ class TortureConfig:
     disks: int = 50  # runs on a small disk
     files: int = 500  # files that are damaged
     seed: int = 0  # of all that is random
+    save: str = ''  # a folder for torture.csv
 
 
 SETTINGS = options(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, max_iters=24,
@@ -286,22 +290,28 @@ GROUPS = {'kills': kill_round, 'signals': signal_round, 'lost': lost_round, 'dis
 def main(argv):
     names = [arg for arg in argv if arg in GROUPS]
     config = load_config(TortureConfig, [arg for arg in argv if arg not in names], __doc__)
-    wrong = 0
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
         for name in names or GROUPS:
-            count, found, failed = getattr(config, name), Counter(), 0
-            for i in range(count):
+            rounds, counts, failures = getattr(config, name), Counter(), 0
+            began = time.monotonic()
+            for i in range(rounds):
                 chance = random.Random(f'{config.seed} {name} {i}')
                 what, problem, hits = GROUPS[name](bench, bench.root / f'{name}-{i}', chance)
-                found.update(hits)
+                counts.update(hits)
                 if problem:
-                    failed += 1
+                    failures += 1
                     print(f'WRONG: {name} {i}: {what}: {problem}', flush=True)
-            counts = ', '.join(f'{n} {what}' for what, n in sorted(found.items()))
-            print(f'{name}: {count} rounds ({counts}): {failed} wrong', flush=True)
-            wrong += failed
-    print('nothing was lost' if not wrong else f'{wrong} went wrong')
+            events = ', '.join(f'{n} {event}' for event, n in sorted(counts.items()))
+            print(f'{name}: {rounds} rounds ({events}): {failures} wrong', flush=True)
+            rows.append({'group': name, 'rounds': rounds, 'events': events, 'wrong': failures,
+                         'seed': config.seed, 'minutes': round((time.monotonic() - began) / 60, 1),
+                         'machine': cpu_name()})
+    if config.save:
+        save_csv(Path(config.save, 'torture.csv'), rows)
+    wrong = sum(row['wrong'] for row in rows)
+    print(f'{wrong} went wrong' if wrong else 'nothing was lost')
     sys.exit(wrong > 0)
 
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 from processes import launch
 from runs import same, weights
 from torch.nn.modules.module import register_module_forward_pre_hook

@@ -1,4 +1,4 @@
-"""A short run of tools/torture.py: training is killed, stopped and starved, its files are damaged."""
+"""A short run of tools/torture.py, which kills, stops and starves runs and damages their files."""
 
 import sys
 

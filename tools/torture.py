@@ -24,6 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
 
 import argparse
 import ctypes
+import faulthandler
 import inspect
 import io
 import random
@@ -211,6 +212,7 @@ def lost_round(bench, out_dir, chance):
 
 def small_disk(size_kb, folder):
     """Mount a disk of this size that only this process and its children see. Raises OSError."""
+    faulthandler.cancel_dump_traceback_later()  # its thread would be in the way
     users, groups = f'0 {os.getuid()} 1', f'0 {os.getgid()} 1'
     if ctypes.CDLL(None, use_errno=True).unshare(0x10000000 | 0x20000):  # CLONE_NEWUSER | NEWNS
         raise OSError(ctypes.get_errno(), 'no namespaces')

@@ -166,6 +166,8 @@ def test_an_export_is_evaluated_on_the_data_of_its_run(tmp_path, capsys):
     Path('asked.jsonl').write_text('\n'.join(rows))
     prepare.main(['chat', '--input=asked.jsonl', '--tokenizer=in', '--val_fraction=0.25'])
     export.main(['--init_from=in', '--dest=out'])
+    ends = {'eos_token_id': [0, 2]}  # as an export adds those of its answers
+    Path('out/generation_config.json').write_text(json.dumps(ends))
     evaluate.main(['--init_from=out', '--dataset=chat', '--device=cpu'])
     assert 'val of data/chat' in capsys.readouterr().out
 

@@ -1,7 +1,6 @@
 """The code as it is here is judged against a commit."""
 
 import csv
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -122,30 +121,8 @@ def test_each_side_reads_its_own_config_files(tmp_path):
 
 
 @needs_git
-def test_an_unknown_commit_is_an_error(tmp_path):
-    with pytest.raises(UserError, match='against=no_such'):
-        judge.copy_sides('no_such', tmp_path)
-
-
-@needs_git
 def test_results_are_ignored_by_git():
     assert git(ROOT, 'check-ignore', 'out-experiments/results.tsv')
-
-
-@pytest.mark.skipif(not shutil.which('git'), reason='git is not installed')
-def test_changed_files_are_counted_in_lines(tmp_path):
-    files = {'base': {'model.py': 'a\nb\n', 'plaingpt/old name.py': 'a\n', 'same.py': 'a\n'},
-             'change': {'model.py': 'a\nc\nd\n', 'plaingpt/new.py': 'b\n', 'same.py': 'a\n'}}
-    for side, texts in files.items():
-        for name, text in texts.items():
-            path = tmp_path / side / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-    (tmp_path / 'change/same.py').chmod(0o755)  # which a zip file does not keep
-    trees = {side: tmp_path / side for side in files}
-    assert judge.changed_files(trees) == 'model.py +2 -1, plaingpt/new.py +1 -0, ' \
-                                         'plaingpt/old name.py +0 -1'
-    assert judge.changed_files({'base': trees['base'], 'change': trees['base']}) == 'nothing'
 
 
 @pytest.mark.slow

@@ -107,11 +107,6 @@ def test_messages_that_cannot_be_answered_are_refused(generator):
             generator.answer(messages)
 
 
-def test_a_model_of_text_does_not_chat(trained):
-    with pytest.raises(UserError, match='conversations'):
-        plaingpt.load(trained).answer(ask('hi', '')[:1])
-
-
 def test_escape_codes_that_a_model_writes_do_not_reach_the_terminal(talk, chat_model, monkeypatch):
     monkeypatch.setattr(sys.stdout, 'isatty', lambda: True)
     answer, _ = talk(chat_model, 'html', options=[GREEDY])
@@ -125,11 +120,6 @@ def test_ctrl_c_stops_the_answer_but_not_the_chat(talk, chat_model, monkeypatch)
     monkeypatch.setattr(TextGenerator, 'write', interrupted)
     printed = talk(chat_model, 'def', KeyboardInterrupt, 'x')
     assert [line for line in printed if 'half' in line] == 2 * ['half …']
-
-
-def test_a_chat_continues_after_an_empty_answer(talk, chat_model, generator):
-    printed = talk(chat_model, 'hi', 'long', options=[GREEDY, '--stop=Hello', '--system= '])
-    assert printed == ['', answered(generator, 'hi', '', 'long').partition('Hello')[0], '']
 
 
 @pytest.mark.slow

@@ -8,14 +8,12 @@ from foreign_models import KINDS, STRANGE, THINKING, save_model, save_tokenizer
 from processes import fails
 from sample_data import ask
 
-import evaluate
 import export
 import prepare
 from plaingpt.data import tokenizers
 from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, as_chat
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.foreign_tokenizer import read_tokenizer
-from plaingpt.system.errors import UserError
 from plaingpt.training.open_weights import ModelChoice, load
 
 TEXTS = [*STRANGE, ' ' * 5000, 'user\nassistant\n\nsystem']
@@ -157,26 +155,3 @@ def test_an_export_has_the_files_that_came_in(folder, tmp_path):
     assert theirs.apply_chat_template(CONVERSATIONS[0][:-1], return_dict=True,
                                       add_generation_prompt=True)['input_ids'] \
         == tokenizer.encode_prompt(CONVERSATIONS[0][:-1]).tolist()
-
-
-def test_an_export_is_evaluated_on_the_data_of_its_run(tmp_path, capsys):
-    save_model(tmp_path / 'in', 'smollm2')
-    save_tokenizer(tmp_path / 'in', 'smollm2', TEXTS)
-    rows = [json.dumps({'messages': ask('a', str(i))}) for i in range(20)]
-    Path('asked.jsonl').write_text('\n'.join(rows))
-    prepare.main(['chat', '--input=asked.jsonl', '--tokenizer=in', '--val_fraction=0.25'])
-    export.main(['--init_from=in', '--dest=out'])
-    ends = {'eos_token_id': [0, 2]}  # as an export adds those of its answers
-    Path('out/generation_config.json').write_text(json.dumps(ends))
-    evaluate.main(['--init_from=out', '--dataset=chat', '--device=cpu'])
-    assert 'val of data/chat' in capsys.readouterr().out
-
-
-@pytest.mark.parametrize('text', ['', '{"decoder": null, "model": null}'])
-def test_a_tokenizer_that_cannot_be_read_is_refused_in_a_line(text, tmp_path):
-    save_model(tmp_path, 'smollm2')
-    save_tokenizer(tmp_path, 'smollm2', TEXTS)
-    (tmp_path / 'tokenizer.json').write_text(text)
-    with pytest.raises(UserError) as e:
-        load(ModelChoice(str(tmp_path)))
-    assert len(str(e.value).splitlines()) == 1

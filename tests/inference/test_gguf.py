@@ -3,7 +3,6 @@ test_llama_cpp.py lets llama.cpp itself read them."""
 
 import os
 import resource
-import sys
 
 import gguf
 import numpy as np
@@ -152,11 +151,6 @@ def command(tmp_path):
     (tmp_path / 'hf').mkdir()
     write_hf(tmp_path / 'hf', shaken(), BYTES)
     return [f'--init_from={tmp_path}/hf', '--format=gguf', f'--dest={tmp_path}/a/my.gguf']
-
-
-def test_a_missing_package_is_named(command, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'gguf', None)
-    assert 'pip install gguf' in fails(capsys, monkeypatch, export.main, *command)
 
 
 def test_an_export_to_a_full_disk_leaves_no_file(command, tmp_path):

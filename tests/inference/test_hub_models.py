@@ -1,7 +1,6 @@
 """Models of the hub by their names, through each command that takes them; tests/hub.py serves them,
 and the real client fetches them."""
 
-import json
 import time
 from pathlib import Path
 
@@ -85,24 +84,6 @@ def test_tokens_of_the_gpt2_tokenizer_are_those_of_gpt2_on_the_hub(gpt2):
     assert words_of(description) == {'kind': 'gpt2'}
     changed = description['files']['tokenizer.json'].replace('"Ġthe"', '"Ġteh"')
     assert words_of({**description, 'files': {'tokenizer.json': changed}}) == changed
-
-
-@pytest.mark.slow
-def test_recipes_tune_gpt2_on_what_was_prepared_with_its_tokenizer(gpt2, text_file):
-    prepare.main(['text', str(text_file), '--tokenizer=gpt2', '--data_dir=data/shakespeare'])
-    rows = [{'prompt': f'{i}?', 'completion': 'yes'} for i in range(100)]
-    Path('a.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-    prepare.main(['chat', 'a.jsonl', '--tokenizer=gpt2', '--val_fraction=0.2'])
-    for recipe, out_dir in (('finetune_shakespeare', 'out-shakespeare'),
-                            ('finetune_chat', 'out-chat')):
-        train.main([str(ROOT / f'config/{recipe}.py'), *SHORT])
-        sample.main([f'--out_dir={out_dir}', *WRITE])
-    evaluate.main(['--init_from=gpt2', '--dataset=shakespeare', '--device=cpu'])
-    Path('eval_gpt2.py').write_text(  # nanoGPT's
-        "batch_size = 8\neval_iters = 500\neval_only = True\nwandb_log = False\n"
-        "init_from = 'gpt2'\n")
-    train.main(['eval_gpt2.py', '--dataset=shakespeare', '--out_dir=evaluated', *SHORT])
-    assert not list(Path('evaluated').glob('checkpoints/*'))
 
 
 # -----------------------------------------------------------------------------

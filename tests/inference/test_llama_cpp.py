@@ -12,11 +12,7 @@ from foreign_models import STRANGE, shaken
 from sample_data import CHAT, shared_file
 from test_chat_export import (
     ANSWER,
-    CONVERSATIONS,
-    FOREIGN,
-    KINDS,
     KNOWN_BY_HEART,
-    chat_tokenizer,
     model,  # noqa: F401  (a fixture)
 )
 from test_gguf import LLAMA, QWEN3, learned, tokenizer_of, written
@@ -74,21 +70,6 @@ def test_llama_cpp_encodes_text_as_we_do(
 
 # -----------------------------------------------------------------------------
 # conversations
-
-
-@pytest.mark.parametrize('kind', KINDS[1:])
-def test_the_template_gives_our_ids_in_llama_cpp(kind, tmp_path, text_file, monkeypatch):
-    from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-    ours = chat_tokenizer(kind, text_file, monkeypatch)
-    small = shaken(ours.vocab_size, n_layer=1, n_head=1, n_embd=8)
-    with opened(written(tmp_path, small, ours)) as theirs:
-        template = Jinja2ChatFormatter(theirs.metadata['tokenizer.chat_template'], '', '')
-        for messages in CONVERSATIONS + FOREIGN:
-            ids, prompt = ours.encode_prompt(messages).tolist(), template(messages=messages).prompt
-            assert theirs.tokenize(prompt.encode(), add_bos=True, special=True) == ids
-            # Control tokens are no text. (After the first one, llama_cpp takes a space away.)
-            assert theirs.detokenize(ids[1:]) == ''.join(
-                message['content'] for message in messages).encode()
 
 
 def test_llama_cpp_gives_our_answers(model, tmp_path):  # noqa: F811

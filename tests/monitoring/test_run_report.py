@@ -92,14 +92,6 @@ def test_a_run_is_one_picture_of_all_that_was_logged(drawn):
     assert n_lines['health/update_ratio/h.'] == 2
 
 
-def test_runs_of_one_name_have_one_color(drawn):
-    rows, other = run([4.0, 3.0, 2.0]), run([4.0, 3.0], tokens=128)
-    losses, *_ = drawn([('a', rows), ('a', rows), ('$b', other)])
-    assert labels(losses) == {'a', r'\$b'}
-    assert losses.lines[0].get_color() == losses.lines[1].get_color() != losses.lines[2].get_color()
-    assert losses.lines[2].get_xdata()[-1] == 1280  # tokens
-
-
 def test_runs_of_different_tokenizers_are_compared_by_bits_per_byte(drawn):
     bits, *_ = drawn([('a', run([4.0, 3.0])), ('b', run([5.0, 3.0]))], (), True)
     assert bits.lines[0].get_ydata()[0] == 1.2 * 4.0

@@ -1,5 +1,3 @@
-import platform
-import sys
 
 import pytest
 import torch
@@ -12,8 +10,6 @@ from plaingpt.system.devices import (
     choose_device,
     choose_dtype,
     cpu_has_bfloat16,
-    exact_matmul,
-    prepare_device,
 )
 from plaingpt.system.errors import UserError
 from plaingpt.system.gpus import PEAKS, peak_flops
@@ -46,12 +42,6 @@ def test_a_cpu_uses_bfloat16_for_wide_models_if_it_has_it_in_hardware():
     assert choose_dtype('auto', CPU, n_embd=128)[0] == 'float32'
 
 
-def test_slow_bfloat16_is_used_on_request_with_a_warning():
-    dtype, why = choose_dtype('bfloat16', CPU, n_embd=384)
-    assert dtype == 'bfloat16'
-    assert ('float32' in why) == (not cpu_has_bfloat16())
-
-
 def test_a_gpu_without_bfloat16_uses_float16(gpu):
     for capability, expected in (((8, 0), 'bfloat16'), ((7, 5), 'float16')):
         gpu(capability)
@@ -74,12 +64,7 @@ def test_compile_is_the_default_on_a_gpu_only(gpu):
     assert choose_compile(True, CPU)[0] is True
 
 
-COMPILERS = {  # what a compiler does that does not work
-    'fails': 'exit 1',
-    'builds what cannot be loaded': 'for last; do :; done; echo nothing > "$last"'}
-
-
-@pytest.mark.parametrize('problem', ['no compiler', *COMPILERS, 'no cache'])
+@pytest.mark.parametrize('problem', ['no compiler', 'a compiler that fails', 'no cache'])
 def test_a_machine_that_cannot_compile_runs_eagerly_or_names_the_fix(
         problem, gpu, tmp_path, monkeypatch):
     import torch._inductor  # noqa: F401, which needs a cache folder when it is imported
@@ -88,16 +73,12 @@ def test_a_machine_that_cannot_compile_runs_eagerly_or_names_the_fix(
         monkeypatch.delenv(variable, raising=False)
     if problem == 'no compiler':
         monkeypatch.setenv('PATH', str(tmp_path))
-    elif problem == 'no cache':
+    elif problem == 'a compiler that fails':
+        monkeypatch.setenv('CXX', 'false')
+        monkeypatch.setenv('CC', 'false')
+    else:
         (tmp_path / 'file').touch()
         monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path / 'file'))
-    else:
-        compiler = tmp_path / 'compiler'
-        compiler.write_text(f'#!/bin/sh\n{COMPILERS[problem]}\n')
-        compiler.chmod(0o755)
-        for variable in fixes.values():
-            monkeypatch.setenv(variable, str(compiler))
-    if problem in ('no cache', 'builds what cannot be loaded'):
         fixes = dict.fromkeys(fixes, 'TORCHINDUCTOR_CACHE_DIR')
     gpu()
     for device, fix in fixes.items():
@@ -126,25 +107,6 @@ def test_a_missing_compiler_is_told_before_anything_is_written(
     for main, *argv in (train.main, *tiny), (sample.main, trained, '--device=cpu'):
         assert '--compile' in fails(capsys, monkeypatch, main, *argv, '--compile=True')
         assert not (tmp_path / 'out').exists()
-
-
-@pytest.mark.skipif(sys.platform != 'linux', reason='other systems have no such setting')
-def test_gpu_memory_grows_in_place_unless_the_user_or_wsl_forbids_it(monkeypatch):
-    settings = []
-    monkeypatch.setattr(torch._C, '_accelerator_setAllocatorSettings', settings.append)
-    kernel = '6.8.0-45-generic'
-    monkeypatch.setattr(platform, 'release', lambda: kernel)
-    for name in ('PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'):
-        monkeypatch.delenv(name, raising=False)
-    with exact_matmul():  # which sets TF32 back
-        prepare_device(GPU)
-        assert settings == ['expandable_segments:True']
-        monkeypatch.setenv('PYTORCH_CUDA_ALLOC_CONF', 'max_split_size_mb:64')
-        prepare_device(GPU)
-        monkeypatch.delenv('PYTORCH_CUDA_ALLOC_CONF')
-        kernel = '5.15.90.1-microsoft-standard-WSL2'
-        prepare_device(GPU)
-    assert len(settings) == 1
 
 
 def test_the_peak_of_a_gpu_is_looked_up_by_its_name():

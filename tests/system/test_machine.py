@@ -3,18 +3,16 @@
 import os
 import signal
 import sys
-import threading
 
 import pytest
 import torch
-from processes import exit_code, fork, wait_until
+from processes import exit_code, fork
 from runs import TINY
 
 import prepare
 import sample
 import train
-from plaingpt.system import machine
-from plaingpt.system.machine import cores_shared, free_memory, limit_threads
+from plaingpt.system.machine import free_memory, limit_threads
 
 
 def write(path, text):
@@ -59,32 +57,6 @@ def test_torch_uses_as_many_threads_as_a_cgroup_allows_cores_unless_the_user_set
     write(group.parent / 'cpu.max', f'{quota} 100000\n')
     limit_threads(tmp_path)
     assert torch.get_num_threads() == expected
-
-
-@pytest.mark.skipif(sys.platform != 'linux', reason='nothing is watched there')
-def test_torch_has_a_second_team_only_while_other_programs_need_cores(monkeypatch):
-    needed = 0.0  # cores that others need, beyond those that four threads leave
-    looks = 0
-
-    def cores_of_others(_):
-        nonlocal looks
-        looks += 1
-        return len(machine.allowed_cpus()) - 4 + needed
-
-    def teams():
-        return [thread for thread in threading.enumerate() if 'second team' in thread.name]
-
-    monkeypatch.setattr(machine, 'torch_threads', lambda: 4)
-    monkeypatch.setattr(machine, 'cores_of_others', cores_of_others)
-    before = set(threading.enumerate())
-    with cores_shared(look_s=0.01):
-        wait_until(lambda: looks > 3)
-        assert not teams()
-        needed = 1.0
-        wait_until(lambda: len(teams()) == 1)
-        needed = 0.0
-        wait_until(lambda: not teams())
-    assert set(threading.enumerate()) <= before
 
 
 def take_away():

@@ -130,6 +130,17 @@ def test_a_run_that_was_stopped_is_trained_again(trainings, tmp_path):
     assert len(trainings) == 2
 
 
+def test_a_run_that_was_killed_is_trained_again(trainings, tmp_path):
+    def kill():
+        raise KeyboardInterrupt
+    trainings.meanwhile = kill
+    with pytest.raises(KeyboardInterrupt):
+        train_once([], tmp_path / 'run')
+    del trainings.meanwhile
+    train_once([], tmp_path / 'run')
+    assert len(trainings) == 2
+
+
 def test_a_run_that_never_began_does_not_get_the_numbers_of_other_settings(trainings, tmp_path):
     train_once(['--n_layer=2'], tmp_path / 'run')
     for _ in range(2):

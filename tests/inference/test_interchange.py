@@ -1,6 +1,5 @@
 """Checkpoints of nanoGPT."""
 
-import json
 import subprocess
 import sys
 
@@ -11,7 +10,6 @@ from processes import fails
 from test_families import refused
 
 import sample
-import train
 from model import GPT, GPTConfig
 
 SMALL = dict(vocab_size=65, n_layer=2, n_head=4, n_embd=32, block_size=16)
@@ -24,16 +22,6 @@ def test_a_checkpoint_of_nanogpt_is_read(tmp_path, prefix, bias):
     nanogpt_checkpoint(tmp_path / 'ckpt.pt', model, prefix)
     again = opened(str(tmp_path / 'ckpt.pt')).eval()
     assert torch.equal(again(tokens(65, 2, 16))[0], model(tokens(65, 2, 16))[0])
-
-
-def test_a_run_starts_from_the_folder_of_a_nanogpt_run(tiny, char_data, tmp_path):
-    vocab_size = json.loads((char_data / 'meta.json').read_text())['vocab_size']
-    (run := tmp_path / 'nano').mkdir()
-    nanogpt_checkpoint(run / 'ckpt.pt', GPT(GPTConfig(16, vocab_size, 1, 1, 16, mlp='gelu_erf')))
-    train.main([*tiny, f'--init_from={run}', '--max_iters=1'])
-    state = json.loads(next((tmp_path / 'out').rglob('state.json')).read_text())
-    assert state['model']['n_layer'] == 1
-    assert state['model']['mlp'] == 'gelu_erf'
 
 
 def test_text_from_a_checkpoint_of_nanogpt_needs_a_tokenizer(tmp_path, capsys, monkeypatch):

@@ -66,6 +66,6 @@ def test_transformers_gives_our_answers(model, tmp_path):
         ours, = generate(model, [prompt], most, temperature=0,
                          on_token=lambda _, token: token == CHAT.end_of_turn)
         written = theirs.generate(**inputs, do_sample=False, max_new_tokens=most)[0].tolist()
-        assert written[:len(prompt)] == prompt and CHAT.decode(ours) == ANSWER[:most]
+        assert CHAT.decode(ours) == ANSWER[:most]
         assert written[len(prompt):] == ours + [CHAT.end_of_turn] * (most > len(ANSWER))
     assert set(theirs.generation_config.eos_token_id) == CHAT.ends

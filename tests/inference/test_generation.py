@@ -97,8 +97,8 @@ def test_a_text_of_a_model_of_documents_is_one_document():
     check_cache(model)
     prompt = [7, 1, 2, 3]
     [ours] = generate(model, [prompt], 9, temperature=0)
-    assert 7 not in ours and prompt + ours == model.generate(
-        torch.tensor([prompt]), 9, temperature=0)[0].tolist()
+    assert 7 not in ours
+    assert prompt + ours == model.generate(torch.tensor([prompt]), 9, temperature=0)[0].tolist()
 
 
 @pytest.mark.parametrize('kind', ['gpt2', 'modern'])
@@ -131,7 +131,8 @@ def test_a_compiled_step_writes_the_same_without_compiling_again(kind):
         check(prompts_of(9))
         check(prompts_of(5))
     check(prompts_of(3, 9))  # padded
-    assert kernels and all(found == KERNELS for found in kernels)
+    assert kernels
+    assert all(each == KERNELS for each in kernels)
 
 
 def test_half_precision_weights_give_nearly_the_same_logits():

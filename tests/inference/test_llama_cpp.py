@@ -10,11 +10,7 @@ import pytest
 import torch
 from foreign_models import STRANGE, shaken
 from sample_data import CHAT, shared_file
-from test_chat_export import (
-    ANSWER,
-    KNOWN_BY_HEART,
-    model,  # noqa: F401  (a fixture)
-)
+from test_chat_export import ANSWER, KNOWN_BY_HEART, model  # noqa: F401  (model is a fixture)
 from test_gguf import LLAMA, QWEN3, learned, tokenizer_of, written
 
 llama_cpp = pytest.importorskip('llama_cpp', reason='llama-cpp-python is not installed')

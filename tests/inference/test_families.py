@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from foreign_models import in_transformers, opened, tokens
+from foreign_models import opened, tokens
 from runs import same_logits
 from safetensors.torch import load_file, save_file
 
@@ -26,12 +26,9 @@ SHAPES = {
     'llama tied': ('Llama', dict(num_key_value_heads=3, tie_word_embeddings=True,
                                  rms_norm_eps=1e-5)),
     'llama scaled': ('Llama', dict(num_key_value_heads=2, rope_parameters=SCALED, head_dim=16)),
-    'llama of one key': ('Llama', dict(num_key_value_heads=1, rope_parameters=FAST)),
     'qwen2 tied': ('Qwen2', dict(num_key_value_heads=2, tie_word_embeddings=True,
                                  rope_parameters=FAST)),
-    'qwen2': ('Qwen2', dict(num_key_value_heads=6)),
-    'qwen3 tied': ('Qwen3', dict(num_key_value_heads=2, head_dim=16, tie_word_embeddings=True)),
-    'qwen3': ('Qwen3', dict(num_key_value_heads=3, head_dim=12, rope_parameters=FAST))}
+    'qwen3 tied': ('Qwen3', dict(num_key_value_heads=2, head_dim=16, tie_word_embeddings=True))}
 
 
 def saved(folder, shape, dtype=torch.float32, **how):
@@ -54,27 +51,29 @@ def stored(folder):
             for name, w in load_file(path).items()}
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=['float32', 'bfloat16'])
 @pytest.mark.parametrize('shape', SHAPES)
-def test_logits_text_and_tensors_are_those_of_transformers_in_and_out(shape, dtype, tmp_path):
-    several = {'max_shard_size': '40KB'} if dtype == torch.bfloat16 else {}
-    theirs = saved(tmp_path / 'a', shape, dtype, **several)
-    ours = opened(tmp_path / 'a')
+def test_a_pretrained_model_computes_the_same_as_in_transformers(shape, tmp_path):
+    theirs = saved(tmp_path, shape)
+    ours = opened(tmp_path)
     assert same_logits(ours, theirs, tokens(100, 2, 64))
     prompt = tokens(100, 1, 10)
-    text, = generate(ours, prompt.tolist(), 40, temperature=0)
-    written = theirs.generate(prompt, do_sample=False, max_new_tokens=40, eos_token_id=None,
-                              pad_token_id=0)[0, 10:].tolist()
-    assert text == written
+    expected = theirs.generate(prompt, do_sample=False, max_new_tokens=40, eos_token_id=None,
+                               pad_token_id=0)[0, 10:].tolist()
+    assert generate(ours, prompt.tolist(), 40, temperature=0) == [expected]
+
+
+@pytest.mark.parametrize('shape', SHAPES)
+def test_a_pretrained_model_is_exported_with_the_same_tensors(shape, tmp_path):
+    theirs = saved(tmp_path / 'a', shape, torch.bfloat16, max_shard_size='40KB')
     (tmp_path / 'b').mkdir()
-    write_hf(tmp_path / 'b', ours, ByteTokenizer(), dtype)
+    write_hf(tmp_path / 'b', opened(tmp_path / 'a'), ByteTokenizer(), torch.bfloat16)
     before, after = stored(tmp_path / 'a'), stored(tmp_path / 'b')
-    assert before.keys() == after.keys() and all(
-        after[name].dtype == dtype and torch.equal(w, after[name]) for name, w in before.items())
+    assert before.keys() == after.keys()
+    for name, w in before.items():
+        assert after[name].dtype == torch.bfloat16
+        assert torch.equal(w, after[name]), name
     config = json.loads((tmp_path / 'b/config.json').read_text())
     assert config['architectures'] == [type(theirs).__name__]
-    assert dtype != torch.float32 or same_logits(ours, in_transformers(tmp_path / 'b'),
-                                                 tokens(100, 2, 64))
 
 
 def test_configurations_of_transformers_4_are_read_as_those_of_5(tmp_path):
@@ -84,36 +83,32 @@ def test_configurations_of_transformers_4_are_read_as_those_of_5(tmp_path):
     rope = {'rope_theta': scaled.pop('rope_theta'), 'rope_scaling': scaled}
     old = {key: value for key, value in new.items() if key != 'rope_parameters'}
     config = architecture.read_config({**old, **rope})
-    assert config == architecture.read_config(new) and config.rotary_factor == 8
-    unused = {'max_window_layers': 2, 'sliding_window': 64, 'use_sliding_window': False}
-    assert ARCHITECTURES['qwen2'].read_config({**old, **rope, **unused})
+    assert config == architecture.read_config(new)
+    assert config.rotary_factor == 8
 
 
-CHANGES = [  # of config.json, and what the line says
-    ('model_type', 'mistral', "model_type='mistral'"), ('hidden_act', 'gelu', "hidden_act='gelu'"),
-    ('mlp_bias', True, 'mlp_bias=True'), ('attention_bias', True, 'mlp_bias'),
-    ('vocab_size', 101, 'lm_head'),
-    ('num_hidden_layers', 3, 'is none, expected'), ('num_hidden_layers', 1, 'layers.1.'),
-    ('hidden_size', None, 'hidden_size'),
-    ('use_sliding_window', True, 'use_sliding_window'), ('num_attention_heads', 5, 'n_head=5'),
-    ('num_key_value_heads', 1, 'k_proj'), ('intermediate_size', 100, 'down_proj'),
-    ('layer_types', ['sliding_attention'], 'sliding_attention'),
-    ('partial_rotary_factor', 0.5, 'partial_rotary_factor=0.5'),
+CHANGES = [  # of config.json, and what the error names
+    ('model_type', 'mistral', 'mistral'), ('hidden_act', 'gelu', 'hidden_act'),
+    ('mlp_bias', True, 'mlp_bias'), ('vocab_size', 101, 'lm_head'),
+    ('num_hidden_layers', 3, 'layers.2.'), ('num_hidden_layers', 1, 'layers.1.'),
+    ('hidden_size', None, 'hidden_size'), ('use_sliding_window', True, 'use_sliding_window'),
+    ('num_key_value_heads', 1, 'k_proj'), ('layer_types', ['sliding_attention'], 'layer_types'),
+    ('partial_rotary_factor', 0.5, 'partial_rotary_factor'),
     ('rope_parameters', {'rope_type': 'yarn', 'factor': 4.0}, 'yarn'),
-    ('rope_parameters', {**SCALED, 'low_freq_factor': 2.0}, 'low_freq_factor=2.0')]
+    ('rope_parameters', {**SCALED, 'low_freq_factor': 2.0}, 'low_freq_factor')]
 GPT2_CHANGES = [
-    ('model_type', 'opt', "model_type='opt'"),
-    ('activation_function', 'silu', "activation_function='silu'"),
+    ('activation_function', 'silu', 'activation_function'),
     ('scale_attn_by_inverse_layer_idx', True, 'scale_attn_by_inverse_layer_idx'),
-    ('n_inner', 7, 'is (192,), expected (7,)'), ('n_head', 5, 'n_embd=48')]
+    ('n_inner', 7, 'mlp'), ('n_head', 5, 'n_embd')]
 
 
 def refused(source):
     """The one line that says why a model is refused."""
     with pytest.raises(UserError) as e:
         opened(source)
-    assert len(str(e.value).splitlines()) == 1 and str(source) in str(e.value)
-    return str(e.value)
+    assert str(source) in str(e.value)
+    [line] = str(e.value).splitlines()
+    return line
 
 
 @pytest.mark.parametrize(('shape', 'changes'), [('llama grouped', CHANGES), ('gpt2', GPT2_CHANGES)])
@@ -130,4 +125,4 @@ def test_weights_that_are_not_finite_are_named_in_a_line(tmp_path):
     key, path = 'model.layers.1.self_attn.k_proj.weight', tmp_path / 'model.safetensors'
     weights = load_file(path)
     save_file({**weights, key: weights[key] * math.inf}, path)
-    assert 'not finite' in refused(tmp_path)
+    assert 'transformer.h.1.attn.c_attn.weight' in refused(tmp_path)

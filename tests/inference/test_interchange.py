@@ -1,49 +1,33 @@
 """Checkpoints of nanoGPT."""
 
-import json
 import subprocess
 import sys
 
 import pytest
 import torch
-from foreign_models import nanogpt_checkpoint, opened, tokens
+from foreign_models import nanogpt_checkpoint, opened, shaken, tokens
 from processes import fails
 from test_families import refused
 
 import sample
-import train
 from model import GPT, GPTConfig
 
-SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
-
-
-@pytest.fixture
-def model():
-    torch.manual_seed(0)
-    return GPT(SMALL).eval()
+SMALL = dict(vocab_size=65, n_layer=2, n_head=4, n_embd=32, block_size=16)
 
 
 @pytest.mark.parametrize(('prefix', 'bias'), [
     ('', True), ('_orig_mod.', False), ('module._orig_mod.', True)])
 def test_a_checkpoint_of_nanogpt_is_read(tmp_path, prefix, bias):
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(16, 65, 2, 4, 32, bias=bias, mlp='gelu_erf')).eval()
+    model = shaken(**SMALL, bias=bias, mlp='gelu_erf')
     nanogpt_checkpoint(tmp_path / 'ckpt.pt', model, prefix)
     again = opened(str(tmp_path / 'ckpt.pt')).eval()
     assert torch.equal(again(tokens(65, 2, 16))[0], model(tokens(65, 2, 16))[0])
 
 
-def test_a_run_starts_from_the_folder_of_a_nanogpt_run(
-        tiny, char_data, tmp_path, capsys, monkeypatch):
-    vocab_size = json.loads((char_data / 'meta.json').read_text())['vocab_size']
-    (run := tmp_path / 'nano').mkdir()
-    nanogpt_checkpoint(run / 'ckpt.pt', GPT(GPTConfig(16, vocab_size, 1, 1, 16, mlp='gelu_erf')))
-    assert '--tokenizer=data/NAME' in fails(capsys, monkeypatch, sample.main, '--device=cpu',
-                                            f'--init_from={run}/ckpt.pt')
-    train.main([*tiny, f'--init_from={run}', '--max_iters=1'])
-    assert f'{run}: the run starts from its weights' in capsys.readouterr().out
-    state = json.loads(next((tmp_path / 'out').rglob('state.json')).read_text())
-    assert state['model']['n_layer'] == 1 and state['model']['mlp'] == 'gelu_erf'
+def test_text_from_a_checkpoint_of_nanogpt_needs_a_tokenizer(tmp_path, capsys, monkeypatch):
+    nanogpt_checkpoint(tmp_path / 'ckpt.pt', shaken(**SMALL))
+    assert '--tokenizer' in fails(capsys, monkeypatch, sample.main, '--device=cpu',
+                                  f'--init_from={tmp_path}/ckpt.pt')
 
 
 def test_nanogpts_padding_of_gpt2s_vocabulary_is_cut_off(tmp_path):
@@ -62,26 +46,16 @@ class Harmful:
         return subprocess.call, ([sys.executable, '-c', f"open('{self.folder}/hacked', 'w')"],)
 
 
-def test_a_pickle_that_holds_code_is_refused_and_nothing_run(tmp_path, model, capsys, monkeypatch):
-    nanogpt_checkpoint(tmp_path / 'ckpt.pt', model, more=Harmful(tmp_path))
+def test_a_checkpoint_with_code_is_refused_before_any_of_it_runs(tmp_path, capsys, monkeypatch):
+    nanogpt_checkpoint(tmp_path / 'ckpt.pt', shaken(**SMALL), more=Harmful(tmp_path))
     line = fails(capsys, monkeypatch, sample.main, f'--init_from={tmp_path}/ckpt.pt')
-    assert 'it holds commands.call' in line and 'nothing in it was run' in line
+    assert 'ckpt.pt' in line
     assert not (tmp_path / 'hacked').exists()
 
 
-# -----------------------------------------------------------------------------
-# what is not a model
-
-
-def test_a_corrupt_or_foreign_ckpt_is_one_line(tmp_path, model):
-    path = tmp_path / 'ckpt.pt'
-    nanogpt_checkpoint(path, model)
-    whole = path.read_bytes()
-    for data in (b'', b'garbage', whole[:len(whole) // 2], b"cposix\nsystem\n(S'exit'\ntR."):
-        path.write_bytes(data)
-        line = refused(path)
-        assert 'ckpt.pt: damaged' in line or 'ckpt.pt: refused' in line
-    torch.save({'model': {}}, path)
-    assert "KeyError: 'model_args'" in refused(path)
-    path.unlink()
-    assert 'No such file' in refused(path)
+@pytest.mark.parametrize('size', [0, 1000, None])
+def test_a_checkpoint_that_is_not_of_nanogpt_is_refused_in_a_line(size, tmp_path):
+    torch.save({'model': {}}, tmp_path / 'ckpt.pt')
+    whole = (tmp_path / 'ckpt.pt').read_bytes()
+    (tmp_path / 'ckpt.pt').write_bytes(whole[:size])
+    assert 'ckpt.pt' in refused(tmp_path / 'ckpt.pt')

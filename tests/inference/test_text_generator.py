@@ -18,10 +18,11 @@ def test_a_stream_gives_whole_characters_as_decoding_all_at_once_does():
         assert ''.join(pieces) == whole == ByteTokenizer().decode(data)
 
 
-def test_a_stop_string_ends_the_text_before_it_and_never_shows():
+def test_a_text_is_shown_up_to_a_stop_string():
     tokenizer = CharTokenizer(' DENenotw')
     for stop, expected, taken in (
             (['END'], 'one ', 7), (['x', 'two'], 'one END ', 11), (['one'], '', 3),
             (['D t'], 'one EN', 9), (['zzz', 'two!'], 'one END two', 11)):
         pieces, n, whole = decode(tokenizer, tokenizer.encode('one END two').tolist(), stop)
-        assert ''.join(pieces) == whole == expected and n == taken, stop
+        assert ''.join(pieces) == whole == expected, stop
+        assert n == taken, stop

@@ -6,8 +6,6 @@ import pytest
 from processes import options
 
 import train
-from model import Block
-from plaingpt.data.batches import BatchLoader
 from plaingpt.monitoring.diagnosis import CHECKS, diagnose
 from plaingpt.monitoring.run_record import read_rows, read_run
 
@@ -46,7 +44,7 @@ def losses(change):
 # name of a diagnosis, iteration by which it is named, {column: function of iteration and value}
 WRONG = [
     ('unmoved', 30, dict(train_loss=lambda i, x: 4.2 if i < 60 else x,
-                             val_loss=lambda i, x: 4.3 if i < 60 else x)),
+                         val_loss=lambda i, x: 4.3 if i < 60 else x)),
     ('unmoved', 60, dict(train_loss=lambda i, x: 4.2 if 0 < i < 90 else x,
                          val_loss=lambda i, x: 4.3 if 0 < i < 90 else x)),
     ('diverging', 30, dict(loss=lambda i, x: x + 1.5 * (5 <= i <= 15))),
@@ -61,14 +59,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize('name, latest, columns', WRONG)
-def test_what_goes_wrong_is_named_in_time_and_nothing_else(name, latest, columns):
+def test_only_what_goes_wrong_is_named(name, latest, columns):
     rows = healthy_rows()
     for key, change in columns.items():
         for row in rows:
             if key in row:
                 row[key] = change(row['iter'], row[key])
-    for seen in ([row for row in rows if row['iter'] <= latest], rows):
-        assert list(diagnose(seen, RUN)) == [name]
+    assert list(diagnose([row for row in rows if row['iter'] <= latest], RUN)) == [name]
+    assert list(diagnose(rows, RUN)) == [name]
 
 
 def test_each_check_has_a_run_that_it_names():
@@ -79,16 +77,13 @@ def test_healthy_rows_give_no_alarm_however_many_there_are():
     rows = healthy_rows()
     for n in (*range(5), *range(30, len(rows), 30)):
         assert diagnose(rows[:n], RUN) == {}, n
-    assert diagnose(rows, RUN) == {}
-    # Blocks without a gradient in the first step alone are usual.
+
+
+def test_blocks_without_a_gradient_in_the_first_step_give_no_alarm():
+    rows = healthy_rows()
     rows[1].update({'health/grad_norm/h.0': 0.0, 'health/grad_norm/h.1': 0.0})
-    assert [found for n in (1, 2, 60) for found in diagnose(rows[:n], RUN)] == []
-    # A value embedding has none until the gate and the projection behind it have moved.
-    assert diagnose([{'iter': i, 'health/grad_norm/value_embedding.0': 0.0,
-                      'health/grad_norm/h.0': 1.0} for i in (1, 2, 3)], RUN) == {}
-    # A single odd batch is no divergence.
-    assert diagnose([{**row, 'loss': 9.0} if row['iter'] == 25 and 'loss' in row else row
-                     for row in healthy_rows()], RUN) == {}
+    for n in (1, 2, 60):
+        assert diagnose(rows[:n], RUN) == {}, n
 
 
 # -----------------------------------------------------------------------------
@@ -112,18 +107,12 @@ def diagnosed(char_data, tmp_path):
     return diagnosed
 
 
-def test_a_run_says_what_goes_wrong_once(monkeypatch, diagnosed, capsys):
-    # No gradient passes a block, and the model sees the token that it predicts.
-    forward, on_host = Block.forward, BatchLoader._on_host
-    monkeypatch.setattr(Block, 'forward', lambda self, x, *rest: forward(self, x.detach(), *rest))
-    monkeypatch.setattr(BatchLoader, '_on_host',
-                        lambda self, starts: (on_host(self, starts)[0],) * 2)
-    found = diagnosed(n_layer=3, max_iters=60, lr_decay_iters=60, learning_rate=3e-2,
-                      tied_head=False)
-    assert found >= {'implausible', 'no_gradient'}
+def test_a_run_says_once_what_goes_wrong(diagnosed, capsys):
+    names = diagnosed(max_iters=90, lr_decay_iters=90, learning_rate=1e-6, min_lr=1e-7)
+    assert names == {'rate_low'}
     out = capsys.readouterr().out
-    assert out.count('diagnosis: ') == len(found)
-    assert out.index('diagnosis: ') < out.index('iter 31 |')  # when it is evaluated
+    assert out.count('diagnosis: ') == 1
+    assert out.index('diagnosis: ') < out.index('iter 90 |')  # while it trains
 
 
 @pytest.mark.parametrize('settings', [dict(max_iters=120, lr_decay_iters=120), *(
@@ -131,9 +120,8 @@ def test_a_run_says_what_goes_wrong_once(monkeypatch, diagnosed, capsys):
         {},
         dict(dropout=0.1, dtype='bfloat16', bias=True),
         dict(rotary=True, rmsnorm=True, qk_norm=True, mlp='relu2', tied_head=False, zero_init=True,
-             optimizer='muon'),
+             value_embeddings=True, optimizer='muon'),
         dict(rotary=True, mlp='swiglu', lr_schedule='wsd'),
-        dict(decay_lr=False, gradient_accumulation_steps=2, batch_size=8),
         dict(n_layer=4, n_embd=16, dtype='float16', max_iters=240),
         dict(optimizer='sgd', learning_rate=0.3, min_lr=0.03, weight_decay=1e-4),
         dict(dropout=0.5, batch_size=64, learning_rate=1e-2, log_interval=6)])],  # six epochs

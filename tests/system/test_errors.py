@@ -15,7 +15,7 @@ from plaingpt.system.formatting import printable
 from plaingpt.training.checkpoint import find
 
 
-def test_each_mistake_is_a_line_and_the_exit_code_is_2(capsys):
+def test_each_mistake_is_one_line_before_exit_code_2(capsys):
     def main(_):
         raise UserError('one\ntwo')
     with pytest.raises(SystemExit, match='2'):
@@ -23,19 +23,19 @@ def test_each_mistake_is_a_line_and_the_exit_code_is_2(capsys):
     assert capsys.readouterr().err == 'error: one\nerror: two\n'
 
 
-def test_what_the_system_refuses_is_one_line_that_names_the_file(tmp_path, capsys, monkeypatch):
+def test_an_error_of_the_system_names_the_file(tmp_path, capsys, monkeypatch):
     line = fails(capsys, monkeypatch, lambda _: tmp_path.read_text())
-    assert line == f'error: {tmp_path}: Is a directory'
+    assert str(tmp_path) in line
 
 
-def test_our_own_bugs_keep_their_traceback():
+def test_a_bug_keeps_its_traceback():
     def main(_):
         raise ZeroDivisionError
     with pytest.raises(ZeroDivisionError):
         run_script(main)
 
 
-def test_a_reader_that_goes_away_is_no_failure():
+def test_a_closed_pipe_prints_no_error():
     gone, broken = os.pipe()
     os.close(gone)
     done = subprocess.run([sys.executable, ROOT / 'prepare.py'], stdout=broken, text=True,
@@ -44,18 +44,17 @@ def test_a_reader_that_goes_away_is_no_failure():
     assert (done.returncode, done.stderr) == (1, '')
 
 
-def test_ctrl_c_while_a_run_is_set_up_is_one_line(tiny, tmp_path):
+def test_ctrl_c_during_setup_prints_no_traceback(tiny, tmp_path):
     def main(argv):
         monkeypatch = pytest.MonkeyPatch()
         monkeypatch.setattr(train, 'open_batches', lambda *_: os.kill(os.getpid(), signal.SIGINT))
         train.main(argv)
 
     assert exit_code(fork(main, *tiny, log=tmp_path / 'log')) == 130
-    text = (tmp_path / 'log').read_text()
-    assert text.splitlines()[-1] == 'interrupted' and 'Traceback' not in text
+    assert 'Traceback' not in (tmp_path / 'log').read_text()
 
 
-def test_a_run_whose_terminal_is_closed_saves_and_ends(tiny, tmp_path):
+def test_a_run_whose_terminal_is_closed_is_saved(tiny, tmp_path):
     terminal, end = pty.openpty()
 
     def main(argv):
@@ -77,6 +76,6 @@ def test_a_run_whose_terminal_is_closed_saves_and_ends(tiny, tmp_path):
     assert find(tmp_path / 'out').iter_num >= 5
 
 
-def test_a_terminal_gets_no_control_character_of_what_a_model_wrote():
+def test_control_characters_are_escaped_for_a_terminal():
     assert printable('a\x1b]0;title\x07b\rc\x9b31md\t中\n') \
         == 'a\\x1b]0;title\\x07b\\rc\\x9b31md\t中\n'

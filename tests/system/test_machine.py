@@ -3,18 +3,16 @@
 import os
 import signal
 import sys
-import threading
 
 import pytest
 import torch
-from processes import exit_code, fork, wait_until
+from processes import exit_code, fork
 from runs import TINY
 
 import prepare
 import sample
 import train
-from plaingpt.system import machine
-from plaingpt.system.machine import cores_shared, free_memory, limit_threads
+from plaingpt.system.machine import free_memory, limit_threads
 
 
 def write(path, text):
@@ -29,8 +27,8 @@ def group(tmp_path):
     return tmp_path / 'sys/fs/cgroup/a.slice/b.scope'
 
 
-def test_memory_is_that_of_the_machine_or_of_the_narrowest_cgroup(tmp_path, group):
-    assert free_memory(tmp_path) > 2**20
+def test_free_memory_is_that_of_the_narrowest_cgroup(tmp_path, group):
+    assert free_memory(tmp_path) > 2**20  # of the machine
     for folder, limit, used in ((group, 'max', 10), (group.parent, 2**20, 2**19)):
         write(folder / 'memory.max', f'{limit}\n')
         write(folder / 'memory.current', f'{used}\n')
@@ -38,48 +36,27 @@ def test_memory_is_that_of_the_machine_or_of_the_narrowest_cgroup(tmp_path, grou
     assert free_memory(tmp_path) == 2**19 + 1024
 
 
-def test_threads_are_as_many_as_cores_are_allowed_unless_the_user_says(tmp_path, group,
-                                                                       monkeypatch):
-    chosen = []
-    monkeypatch.setattr(torch, 'get_num_threads', lambda: 64)
-    monkeypatch.setattr(torch, 'set_num_threads', chosen.append)
-    monkeypatch.delenv('OMP_NUM_THREADS')
+@pytest.fixture
+def four_threads():
+    """torch may use four threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize('quota, set_by_user, expected', [
+    ('max', False, 4), (350_000, False, 3), (50_000, False, 1), (50_000, True, 4)])
+def test_torch_uses_as_many_threads_as_a_cgroup_allows_cores_unless_the_user_sets_them(
+        quota, set_by_user, expected, tmp_path, group, four_threads, monkeypatch):
+    if set_by_user:
+        monkeypatch.setenv('OMP_NUM_THREADS', '4')
+    else:
+        monkeypatch.delenv('OMP_NUM_THREADS')
     write(group / 'cpu.max', 'max 100000\n')
+    write(group.parent / 'cpu.max', f'{quota} 100000\n')
     limit_threads(tmp_path)
-    for quota in (350_000, 50_000):
-        write(group.parent / 'cpu.max', f'{quota} 100000\n')
-        limit_threads(tmp_path)
-    monkeypatch.setenv('OMP_NUM_THREADS', '8')
-    limit_threads(tmp_path)
-    assert chosen == [3, 1]
-
-
-@pytest.mark.skipif(sys.platform != 'linux', reason='nothing is watched there')
-def test_torch_has_a_second_team_while_cores_are_wanted_by_others_and_none_afterwards(monkeypatch):
-    others, threads, looks = 0.0, 4, 0
-
-    def cores_of_others(_):
-        nonlocal looks
-        looks += 1
-        return others
-
-    def teams():
-        return [thread for thread in threading.enumerate() if 'second team' in thread.name]
-
-    monkeypatch.setattr(machine, 'allowed_cpus', lambda: set(range(4)))
-    monkeypatch.setattr(machine, 'torch_threads', lambda: threads)
-    monkeypatch.setattr(machine, 'cores_of_others', cores_of_others)
-    before = set(threading.enumerate())
-    with cores_shared(look_s=0.01):
-        wait_until(lambda: looks > 3)
-        assert not teams()
-        others = 1.0
-        wait_until(lambda: len(teams()) == 1)
-        threads = 1  # one thread waits for nobody
-        wait_until(lambda: not teams())
-        threads = 4
-        wait_until(lambda: len(teams()) == 1)
-    assert set(threading.enumerate()) <= before
+    assert torch.get_num_threads() == expected
 
 
 def take_away():
@@ -93,7 +70,7 @@ def take_away():
         sys.modules[name] = None
 
 
-def test_without_what_linux_alone_has_it_prepares_trains_resumes_and_samples(text_file, tmp_path):
+def test_commands_work_without_what_windows_lacks(text_file, tmp_path):
     data, out = f'{tmp_path}/d', f'--out_dir={tmp_path}/out'
     run = [*TINY, f'--dataset={data}', out]
     for main, argv in (

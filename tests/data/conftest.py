@@ -4,12 +4,29 @@ import pytest
 from processes import fails
 
 import prepare
+from plaingpt.data import encoding, text_files
 
 
 @pytest.fixture
 def own_data(char_data, tmp_path):
     """A prepared folder that the test may damage."""
     return shutil.copytree(char_data, tmp_path / 'data')
+
+
+@pytest.fixture
+def small_batches(monkeypatch):
+    """prepare.py reads and encodes little at a time, so that a short text has many batches."""
+    monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**12)
+    monkeypatch.setattr(text_files, 'BLOCK_CHARS', 1001)
+
+
+@pytest.fixture
+def without_gpt2(tmp_path, monkeypatch):
+    """GPT-2's tokenizer is not on this machine and cannot be downloaded."""
+    import tiktoken.registry
+    monkeypatch.setattr(tiktoken.registry, 'ENCODINGS', {})
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path / 'empty'))
+    monkeypatch.setenv('HTTPS_PROXY', 'http://127.0.0.1:9')  # where nothing listens
 
 
 @pytest.fixture

@@ -43,8 +43,9 @@ def documents_of(folder, *splits):
     """The token ids of each document, without ends of text."""
     dataset = open_dataset(folder)
     ids = np.concatenate([dataset.split(split).read(0, 10**9) for split in splits])
-    ends = np.flatnonzero(ids == dataset.tokenizer().end_of_text)
-    documents = [tuple(part[part != ids[ends[0]]].tolist()) for part in np.split(ids, ends)]
+    end = dataset.tokenizer().end_of_text
+    documents = [tuple(part[part != end].tolist())
+                 for part in np.split(ids, np.flatnonzero(ids == end))]
     return [document for document in documents if document]
 
 

@@ -53,27 +53,23 @@ def openwebtext(hub):
     write_parquet(folder / 'plain_text/partial-train/0001.parquet', TEXTS[150:])
 
 
-def fineweb(name):
+def fineweb_edu(hub):
     """Parquet in folders that are subsets, with columns beside the text."""
-    def write(hub):
-        folder = hub.dataset(f'HuggingFaceFW/{name}')
-        for path, texts in (('data/CC-MAIN-2013-20/000_00000', ['not this'] * 150),
-                            ('sample/10BT/000_00000', TEXTS[:150]),
-                            ('sample/10BT/001_00000', TEXTS[150:])):
-            write_parquet(folder / f'{path}.parquet', texts, columns={
-                'id': [f'<urn:uuid:{i}>' for i in range(150)], 'language_score': [0.9] * 150})
-        write_card(folder, configs=[
-            {'config_name': config, 'data_files': [{'split': 'train', 'path': path}]}
-            for config, path in (('default', 'data/*/*'), ('sample-10BT', 'sample/10BT/*'))])
-    return write
+    folder = hub.dataset('HuggingFaceFW/fineweb-edu')
+    for path, texts in (('data/CC-MAIN-2013-20/000_00000', ['not this'] * 150),
+                        ('sample/10BT/000_00000', TEXTS[:150]),
+                        ('sample/10BT/001_00000', TEXTS[150:])):
+        write_parquet(folder / f'{path}.parquet', texts, columns={
+            'id': [f'<urn:uuid:{i}>' for i in range(150)], 'language_score': [0.9] * 150})
+    write_card(folder, configs=[
+        {'config_name': config, 'data_files': [{'split': 'train', 'path': path}]}
+        for config, path in (('default', 'data/*/*'), ('sample-10BT', 'sample/10BT/*'))])
 
 
-CORPORA = {'tinystories': tinystories, 'openwebtext': openwebtext, 'fineweb': fineweb('fineweb'),
-           'fineweb-edu': fineweb('fineweb-edu')}
+CORPORA = {'tinystories': tinystories, 'openwebtext': openwebtext, 'fineweb-edu': fineweb_edu}
 
 
-@pytest.mark.parametrize('name', ['tinystories', 'openwebtext', 'fineweb-edu', pytest.param(
-    'fineweb', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('name', CORPORA)
 def test_a_corpus_is_read_from_its_place_on_the_hub(name, hub, tmp_path):
     CORPORA[name](hub)
     train, val = prepared(tmp_path / 'd', name)

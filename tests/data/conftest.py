@@ -16,7 +16,7 @@ def own_data(char_data, tmp_path):
 @pytest.fixture
 def small_batches(monkeypatch):
     """prepare.py reads and encodes little at a time, so that a short text has many batches."""
-    monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**12)
+    monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**13)
     monkeypatch.setattr(text_files, 'BLOCK_CHARS', 1001)
 
 

@@ -103,7 +103,7 @@ def test_threads_that_are_killed_write_the_same_bytes(kind, small_batches, capsy
     argv = command(kind)
     prepare.main([*argv, '--data_dir=whole', '--num_proc=1'])
     argv += ['--data_dir=killed', '--num_proc=3']
-    for n in (25, 20):
+    for n in (15, 10):
         assert killed(n, argv, 'killed') == 9
     capsys.readouterr()
     prepare.main(argv)

@@ -57,17 +57,6 @@ def test_an_input_without_text_files_is_refused_by_its_name(wanted, tree, refuse
     assert wanted.removeprefix('a.txt,') in refused('text', f'--input={wanted}')
 
 
-@pytest.mark.parametrize(('name', 'option'), [('unknown/y.csv', '--documents=line'),
-                                              ('a.txt', '--text_field=body')])
-def test_an_option_that_does_not_fit_the_kind_of_file_is_refused(name, option, tree, refused):
-    assert option.strip('-') in refused('text', f'--input={name}', option)
-
-
-def test_a_single_file_is_read_without_a_word(tree, capsys):
-    find_files('a.txt')
-    assert not capsys.readouterr().out
-
-
 def test_the_files_of_a_folder_are_counted_by_their_endings(tree, capsys):
     for name in ('b.csv', 'c.txt.zst', 'd.tar.gz', 'e.html'):
         (tree / 'unknown' / name).touch()
@@ -94,12 +83,9 @@ def test_a_download_that_fails_offers_a_file_of_ones_own(plays, refused):
     assert '--input=FILE' in message
 
 
-def test_a_download_of_another_text_is_refused(plays, refused):
+def test_a_download_is_prepared_only_if_it_is_the_known_text(plays, tmp_path, refused):
     plays.write_bytes(PLAYS[1:])
     assert plays.as_uri() in refused('plays')
-
-
-def test_a_downloaded_text_is_prepared(plays, tmp_path):
     plays.write_bytes(PLAYS)
     prepare.main(['plays', f'--data_dir={tmp_path}/d'])
     assert len(open_dataset(tmp_path / 'd').split('train')) == 0.9 * len(PLAYS)

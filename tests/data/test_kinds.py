@@ -49,10 +49,8 @@ def parquet(**columns):
 
 ROWS = {'a.jsonl': jsonl(TEXTS), 'lines.json': jsonl(TEXTS),
         'array.json': json.dumps([{'text': text} for text in TEXTS], indent=1).encode(),
-        'content.jsonl': jsonl(TEXTS).replace(b'"text"', b'"content"'),
         'a.csv': table(TEXTS), 'a.tsv': table(TEXTS, '\t'),
-        'a.parquet': parquet(text=TEXTS),
-        'bom.jsonl': b'\xef\xbb\xbf' + jsonl(TEXTS)}
+        'a.parquet': parquet(text=TEXTS), 'bom.jsonl': b'\xef\xbb\xbf' + jsonl(TEXTS)}
 LINES = '\n'.join(TEXTS)
 LATIN = [f'{n} é' * 50 for n in range(300)]
 # name → (files, what prepare.py is told of them, the documents that come out)
@@ -64,8 +62,6 @@ KINDS = {
              ['a.jsonl', '--text_field=body'], TEXTS),
     'latin-1': ({'a.csv': table(LATIN).decode().encode('latin-1')},
                 ['a.csv', '--encoding=latin-1'], LATIN),
-    'utf-16': ({'a.txt': LINES.encode('utf-16')},
-               ['a.txt', '--encoding=utf-16', '--documents=line'], TEXTS),
     'folder': ({f'in/{n:03}.md': text.encode() for n, text in enumerate(TEXTS)}, ['in'], TEXTS),
     'folders and globs': (
         {'in/a.jsonl': jsonl(TEXTS[:50]), 'in/b/c.jsonl': jsonl(TEXTS[50:60]), 'in/x.bin': b'\xff',
@@ -98,12 +94,13 @@ def test_each_kind_of_input_gives_its_documents(kind):
     assert min(map(len, documents.values())) > 10
 
 
-@pytest.mark.parametrize('kind', ['a.jsonl', 'a.parquet', 'folder', 'lines', 'hub', 'chat'])
-def test_threads_that_are_killed_write_the_same_bytes(kind, small_batches, capsys):
-    argv = command(kind)
+@pytest.mark.parametrize(('kind', 'options'), [
+    ('a.jsonl', ['--max_tokens=40_000']), ('folder', []), ('hub', []), ('chat', [])])
+def test_threads_that_are_killed_write_the_same_bytes(kind, options, small_batches, capsys):
+    argv = [*command(kind), *options]
     prepare.main([*argv, '--data_dir=whole', '--num_proc=1'])
     argv += ['--data_dir=killed', '--num_proc=3']
-    for n in (15, 10):
+    for n in (25, 20):
         assert killed(n, argv, 'killed') == 9
     capsys.readouterr()
     prepare.main(argv)
@@ -127,8 +124,8 @@ def test_each_of_a_few_files_gives_its_end_for_validation(tmp_path):
 # --max_tokens
 
 
-@pytest.mark.parametrize('limit', [9_876, 20_000])
-def test_max_tokens_trains_on_exactly_the_first_ones(limit, tmp_path):
+def test_max_tokens_trains_on_exactly_the_first_ones(tmp_path):
+    limit = 9_876
     write_rows(tmp_path / 'a.jsonl', TEXTS)
     argv = ['text', tmp_path / 'a.jsonl', '--val_fraction=0.2', '--shard_tokens=4_000']
     _, all_val = prepared(tmp_path / 'all', *argv)
@@ -143,14 +140,6 @@ def test_max_tokens_trains_on_exactly_the_first_ones(limit, tmp_path):
     assert entry['bytes'] == limit - train.count(0)
 
 
-def test_max_tokens_are_the_same_after_a_kill(small_batches):
-    argv = [*command('a.jsonl'), '--max_tokens=20_000', '--num_proc=3']
-    prepare.main([*argv, '--data_dir=whole'])
-    assert killed(9, [*argv, '--data_dir=killed'], 'killed') == 9
-    prepare.main([*argv, '--data_dir=killed'])
-    assert contents(Path('killed')) == contents(Path('whole'))
-
-
 def test_numbers_are_read_as_people_write_them():
     for text, number in (
             ('100M', 10**8), ('1.1b', 1_100_000_000), ('1e8', 10**8), ('100_000_000', 10**8),
@@ -162,27 +151,11 @@ def test_numbers_are_read_as_people_write_them():
 # the hub
 
 
-@pytest.fixture
-def splits(tmp_path):
-    """A folder like a dataset of the hub, with three splits."""
+def test_splits_of_a_dataset_of_the_hub_are_taken_as_they_are(tmp_path):
     for split, texts in (('train', TEXTS), ('validation', ['held', 'out']), ('test', ['1', '2'])):
         write_parquet(tmp_path / f'hub/{split}.parquet', texts)
-    return tmp_path / 'hub'
-
-
-@pytest.mark.parametrize(('argv', 'documents'), [
-    (['hf', '--val_split=validation'], [TEXTS, ['held', 'out']]),
-    (['tinystories'], [TEXTS, ['held', 'out']]),
-    (['hf', '--split=validation', '--val_split=test'], [['held', 'out'], ['1', '2']])])
-def test_splits_of_a_dataset_of_the_hub_are_taken_as_they_are(argv, documents, splits, tmp_path):
-    assert prepared(tmp_path / 'd', *argv, f'--input={splits}') == documents
-
-
-def test_max_tokens_leave_a_validation_split_of_the_hub_whole(splits, tmp_path):
-    prepare.main(['hf', str(splits), '--val_split=test', '--max_tokens=100', '--tokenizer=byte',
-                  f'--data_dir={tmp_path}/d'])
-    assert split_bytes(tmp_path / 'd', 'val') == b'\x001\x002'
-    assert len(split_bytes(tmp_path / 'd', 'train')) == 100
+    assert prepared(tmp_path / 'd', 'hf', tmp_path / 'hub', '--split=validation',
+                    '--val_split=test') == [['held', 'out'], ['1', '2']]
 
 
 # -----------------------------------------------------------------------------
@@ -192,11 +165,8 @@ DAMAGED = gzip.compress(random.Random(0).randbytes(50_000).hex().encode())[:-9]
 REFUSED = [  # a file, its bytes, and what the line has beside its name
     ('a.jsonl', b'\n{"text": "one', ['line 2']),
     ('a.json', b'[{"text": "one"},\n{"text": }]', ['line 2 column 10']),
-    ('a.json', b'[{"text": "one"}, {"text": 7}]', ['row 2', 'int']),
     ('a.csv', b'id,text\n\n1,"a\nb"\n2,c,d\n', ['line 5']),
-    ('a.csv', b'id,text\n1,one\n2,"two\n', ['line 3']),
     ('a.csv', b'id,body\n1,one\n', ['line 2', "'body'", '--text_field']),
-    ('a.parquet', parquet(body=['x']), ['row 1', "'body'", '--text_field']),
     ('a.parquet', b'x', []),
     ('a.txt', 'one'.encode('utf-16-le'), ['--encoding']),
     ('a.txt', b'one\ntwo\ncaf\xe9', ['--encoding']),

@@ -1,6 +1,5 @@
 """What a tokenizer learns from, what it makes of odd texts, and whether its ids are right."""
 
-import json
 import random
 
 import pytest
@@ -62,41 +61,32 @@ def languages(tmp_path_factory):
     return paths
 
 
-@pytest.fixture
-def two_orders(languages, small_sample):
-    """The tokenizers that are learned from the files in two orders."""
-    return [learn_tokenizer('bpe:500', Files(paths, 'two', TextReader()))
-            for paths in (languages, languages[::-1])]
+def test_bpe_learns_the_same_whatever_the_order_of_the_files(languages, small_sample):
+    learned = [learn_tokenizer('bpe:500', Files(paths, 'two', TextReader()))
+               for paths in (languages, languages[::-1])]
+    assert learned[0].tokens == learned[1].tokens
 
 
-def test_bpe_learns_the_same_whatever_the_order_of_the_files(two_orders):
-    assert two_orders[0].tokens == two_orders[1].tokens
-
-
-def test_bpe_learns_from_all_parts_of_a_large_text(two_orders, languages):
+def test_bpe_learns_from_all_parts_of_a_large_text(languages, small_sample):
+    learned = learn_tokenizer('bpe:500', Files(languages, 'two', TextReader()))
     of_all = train_bpe([path.read_text() for path in languages], 500)
     for path in languages[1], languages[-1]:
         text = path.read_text()
-        assert len(two_orders[0].encode(text)) == pytest.approx(len(of_all.encode(text)), rel=0.1)
-
-
-def test_bpe_learns_from_about_so_many_bytes(languages, small_sample):
-    size = utf8_size(sample(Files(languages, 'two', TextReader())))
-    assert size == pytest.approx(300_000, rel=0.25)
+        assert len(learned.encode(text)) == pytest.approx(len(of_all.encode(text)), rel=0.1)
 
 
 @pytest.mark.parametrize('alphabet, line', [
-    (range(0x4e00, 0x9fa5), 30), (range(0xe01, 0xe2f), 20), (b'ACGT', 10**6),
-    (range(ord('a'), ord('z') + 1), 8)],
-    ids=['Chinese', 'Thai', 'one run of DNA', 'random words'])
+    (range(0x4e00, 0x9fa5), 30), (b'ACGT', 10**6), (range(ord('a'), ord('z') + 1), 8)],
+    ids=['Chinese', 'one run of DNA', 'random words'])
 @pytest.mark.parametrize('kind', ['files', 'hub'])
 def test_the_distinct_words_that_bpe_learns_from_are_bounded(
         kind, alphabet, line, tmp_path, small_sample):
     text = ''.join(map(chr, random.Random(0).choices(alphabet, k=400_000)))
+    if kind == 'hub':
+        line = min(line, 2000)
     lines = [text[i:i + line] for i in range(0, len(text), line)]
     if kind == 'hub':
-        rows = [text[i:i + 2000] for i in range(0, len(text), 2000)] if line > 2000 else lines
-        write_rows(tmp_path / 'train.jsonl', rows)
+        write_rows(tmp_path / 'train.jsonl', lines)
         source = HubDataset(str(tmp_path), '', {'train': 'train'}, TextReader())
     else:
         (tmp_path / 'a.txt').write_text('\n'.join(lines))
@@ -110,27 +100,14 @@ def test_bpe_learns_from_all_of_a_text_with_few_distinct_words(languages, small_
     assert learned.tokens == train_bpe([languages[0].read_text()], 500).tokens
 
 
-def hub_copy(folder, files, **settings):
-    """A folder like one of the hub. files: the lines of each"""
-    folder.mkdir()
-    for i, lines in enumerate(files):
-        path = folder / f'train-{i:05d}-of-{len(files):05d}.jsonl'
-        path.write_text(''.join(line + '\n' for line in lines))
-    return HubDataset(str(folder), '', {'train': 'train'}, TextReader(), **settings)
-
-
 def test_of_a_dataset_of_the_hub_only_the_beginning_is_read(tmp_path, small_sample):
-    rows = [json.dumps({'text': f'{i:03} ' + 'text ' * 200}) for i in range(600)]
-    source = hub_copy(tmp_path / 'copy', [rows, ['{"text": {"no": "text"}}']], strict=True)
-    texts = list(sample(source))  # the last row would be an error
-    assert texts == [json.loads(row)['text'] for row in rows[:len(texts)]]
-    assert 300_000 <= utf8_size(texts) < 301_100
-
-
-def test_of_a_small_dataset_of_the_hub_all_is_read(tmp_path):
-    rows = [json.dumps({'text': f'row {i}'}) for i in range(31)]
-    source = hub_copy(tmp_path / 'copy', [rows[:1], rows[1:]])
-    assert list(sample(source)) == [piece.text for piece in source.pieces()]
+    texts = [f'{i:03} ' + 'text ' * 200 for i in range(600)]
+    write_rows(tmp_path / 'train-00000-of-00002.jsonl', texts)
+    write_rows(tmp_path / 'train-00001-of-00002.jsonl', [{'no': 'text'}])  # an error, if it is read
+    source = HubDataset(str(tmp_path), '', {'train': 'train'}, TextReader(), strict=True)
+    first = list(sample(source))
+    assert first == texts[:len(first)]
+    assert 300_000 <= utf8_size(first) < 301_100
 
 
 # -----------------------------------------------------------------------------
@@ -143,8 +120,6 @@ def test_char_ends_each_document_with_a_line_break(tmp_path):
     texts = prepared(tmp_path / 'char', tmp_path / 'names.txt', '--documents=line',
                      '--tokenizer=char')
     assert sorted(''.join(texts).splitlines()) == sorted(names)
-    entries = open_dataset(tmp_path / 'char').meta['splits']
-    assert [entries[split]['bytes'] for split in ('train', 'val')] == [*map(len, texts)]
 
 
 def test_a_line_break_comes_only_after_the_last_piece_of_a_document(tmp_path):
@@ -167,8 +142,7 @@ def test_a_line_break_comes_only_after_the_last_piece_of_a_document(tmp_path):
 
 @pytest.mark.parametrize('tokenizer', ['char', 'byte', 'bpe:270'])
 def test_halves_of_characters_become_replacement_characters(tokenizer, tmp_path):
-    rows = [f'{{"text": "row {i} \\ud800 and \\ude00\\ud83d, \\ud83d\\ude00"}}\n'
-            for i in range(50)]
-    (tmp_path / 'in.jsonl').write_text(''.join(rows))
+    (tmp_path / 'in.jsonl').write_text(''.join(
+        f'{{"text": "row {i} \\ud800 and \\ude00\\ud83d, \\ud83d\\ude00"}}\n' for i in range(50)))
     texts = prepared(tmp_path / 'd', tmp_path / 'in.jsonl', f'--tokenizer={tokenizer}')
     assert ''.join(texts).count('\ufffd and \ufffd\ufffd, \U0001f600') == 50

@@ -21,15 +21,6 @@ def small_batches(monkeypatch):
 
 
 @pytest.fixture
-def without_gpt2(tmp_path, monkeypatch):
-    """GPT-2's tokenizer is not on this machine and cannot be downloaded."""
-    import tiktoken.registry
-    monkeypatch.setattr(tiktoken.registry, 'ENCODINGS', {})
-    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path / 'empty'))
-    monkeypatch.setenv('HTTPS_PROXY', 'http://127.0.0.1:9')  # where nothing listens
-
-
-@pytest.fixture
 def refused(tmp_path, capsys, monkeypatch):
     """refused(*argv) runs prepare.py by bytes, which has to end in one line and to write nothing
     → that line."""

@@ -159,7 +159,7 @@ def test_an_unusable_row_is_an_error_with_its_line(row, word, tmp_path):
 
 
 def test_a_few_unusable_rows_are_left_out(tmp_path, capsys):
-    rows = [said(HI, YO)] * 996 + [row for row, _ in UNUSABLE[2:6]]
+    rows = [said(HI, YO)] * 996 + [UNUSABLE[2][0]] * 4
     assert len(read(written(tmp_path / 'a.jsonl', *rows), strict=False)) == 996
     line, = capsys.readouterr().out.splitlines()
     for word in ('4 of 1,000', 'line 997', 'line 999'):

@@ -15,7 +15,6 @@ import prepare
 import train
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.token_files import SAMPLED_BLOCKS, SAMPLED_BYTES, open_tokens
 from plaingpt.system.errors import UserError
 
 
@@ -71,17 +70,6 @@ def test_no_command_replaces_own_ids_whatever_their_meta_json(
         fails(capsys, monkeypatch, prepare.main, 'text', f'--input={text_file}',
               f'--data_dir={folder}', *option)
         assert contents(folder) == before
-
-
-def test_a_damaged_meta_json_is_replaced_only_with_overwrite(
-        text_file, own_data, capsys, monkeypatch):
-    (own_data / 'meta.json').write_text('{')
-    command = ['text', f'--input={text_file}', '--tokenizer=char', f'--data_dir={own_data}']
-    before = contents(own_data)
-    assert '--overwrite' in fails(capsys, monkeypatch, prepare.main, *command)
-    assert contents(own_data) == before
-    prepare.main([*command, '--overwrite'])
-    assert open_dataset(own_data).split('train')
 
 
 @pytest.mark.parametrize('change', [{'layout': 'rows'}, {'format_version': 2}])
@@ -149,12 +137,6 @@ def test_shards_without_meta_json_are_read(start, ids, vocab_size, tmp_path):
     assert np.array_equal(stream.read(1990, 20), IDS[1990:])
 
 
-@pytest.mark.parametrize('words', [(20240801, 7, 2000), (20240520, 2, 2000), (20240520, 1, 2001)])
-def test_a_shard_of_llm_c_that_is_not_whole_is_refused(words, tmp_path):
-    with pytest.raises(UserError, match=r'train\.bin.*llm\.c'):
-        open_dataset(bare(tmp_path / 'd', IDS, header(*words))).split('train')
-
-
 # -----------------------------------------------------------------------------
 # identity
 
@@ -180,18 +162,3 @@ def test_processes_that_find_different_tokens_do_not_train(tiny, tmp_path):
     assert [exit_code(pid) for pid in pids.values()] == [2, 2]
     for log in logs.values():
         assert 'error: ' in log.read_text()
-
-
-def test_a_sample_leaves_out_no_more_than_it_reads(tmp_path):
-    path = tmp_path / 'train.bin'
-    tokens = np.zeros(SAMPLED_BLOCKS * SAMPLED_BYTES, '<u2')  # twice what is read of it
-
-    def sample():
-        tokens.tofile(path)
-        return open_tokens(path, np.dtype('<u2')).sampled_sha256()
-
-    before = sample()
-    for start in np.random.default_rng(0).integers(0, len(tokens), 15):
-        tokens[:] = 0
-        tokens[start:start + SAMPLED_BYTES] = 1  # so many bytes, twice
-        assert sample() != before

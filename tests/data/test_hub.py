@@ -53,20 +53,7 @@ def openwebtext(hub):
     write_parquet(folder / 'plain_text/partial-train/0001.parquet', TEXTS[150:])
 
 
-def fineweb_edu(hub):
-    """Parquet in folders that are subsets, with columns beside the text."""
-    folder = hub.dataset('HuggingFaceFW/fineweb-edu')
-    for path, texts in (('data/CC-MAIN-2013-20/000_00000', ['not this'] * 150),
-                        ('sample/10BT/000_00000', TEXTS[:150]),
-                        ('sample/10BT/001_00000', TEXTS[150:])):
-        write_parquet(folder / f'{path}.parquet', texts, columns={
-            'id': [f'<urn:uuid:{i}>' for i in range(150)], 'language_score': [0.9] * 150})
-    write_card(folder, configs=[
-        {'config_name': config, 'data_files': [{'split': 'train', 'path': path}]}
-        for config, path in (('default', 'data/*/*'), ('sample-10BT', 'sample/10BT/*'))])
-
-
-CORPORA = {'tinystories': tinystories, 'openwebtext': openwebtext, 'fineweb-edu': fineweb_edu}
+CORPORA = {'tinystories': tinystories, 'openwebtext': openwebtext}
 
 
 @pytest.mark.parametrize('name', CORPORA)
@@ -130,13 +117,6 @@ def test_conversations_of_the_hub_or_a_copy_of_it_are_prepared(name, hub):
     assert said_in('own') == {'train': answers, 'val': ['It is 0.'] * 5}
 
 
-def test_unusable_rows_of_the_hub_are_counted(hub, capsys):
-    texts = [None if i in (0, 7, 70) else text for i, text in enumerate(2 * TEXTS)]
-    write_parquet(hub.dataset('a/b') / 'train.parquet', texts)
-    prepare.main(['hf', 'a/b', BYTES, '--data_dir=d'])
-    assert '3 of 600' in capsys.readouterr().out
-
-
 def test_a_text_takes_the_tokenizer_of_a_model_of_the_hub(hub, tmp_path):
     folder = hub.model('a/qwen')
     made = save_tokenizer(folder, 'qwen', TEXTS)
@@ -188,32 +168,19 @@ def test_a_hub_that_does_not_answer_is_one_line(argv, hub, capsys, monkeypatch):
     assert 'a/b' in refused(argv, capsys, monkeypatch)
 
 
-@pytest.fixture(params=['jsonl', pytest.param('parquet', marks=pytest.mark.slow)])
-def whole(request, hub, small_batches):
-    """A command that reads three files of the hub; data/whole is what it writes undisturbed."""
-    write = write_rows if request.param == 'jsonl' else write_parquet
+@pytest.mark.parametrize('end', ['jsonl', pytest.param('parquet', marks=pytest.mark.slow)])
+def test_a_download_that_broke_off_continues_with_the_same_command(
+        end, hub, small_batches, capsys, monkeypatch):
+    write = write_rows if end == 'jsonl' else write_parquet
     for n in range(3):
-        write(hub.dataset('a/b') / f'train-{n}.{request.param}',
-              [f'{n} {text}' for text in 5 * TEXTS])
+        write(hub.dataset('a/b') / f'train-{n}.{end}', [f'{n} {text}' for text in 5 * TEXTS])
     argv = ['hf', 'a/b', BYTES, '--shard_tokens=20_000', '--val_fraction=0.1', '--num_proc=1']
     prepare.main([*argv, '--data_dir=whole'])
     hub.forget()
-    return argv
-
-
-def test_a_connection_that_breaks_once_goes_unnoticed(whole, hub):
-    hub.fail_after(1_000, times=1, within='train-2')
-    prepare.main([*whole, '--data_dir=d'])
-    assert hub.failures == 1
-    assert contents(Path('d')) == contents(Path('whole'))
-
-
-def test_a_download_that_broke_off_continues_with_the_same_command(
-        whole, hub, capsys, monkeypatch):
     hub.fail_after(1_000, within='train-2')
-    fails(capsys, monkeypatch, prepare.main, *whole, '--data_dir=d')
+    fails(capsys, monkeypatch, prepare.main, *argv, '--data_dir=d')
     assert not Path('d/meta.json').exists()
     hub.recover()
-    prepare.main([*whole, '--data_dir=d'])
+    prepare.main([*argv, '--data_dir=d'])
     assert 'resuming' in capsys.readouterr().out
     assert contents(Path('d')) == contents(Path('whole'))

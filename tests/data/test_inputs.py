@@ -57,17 +57,6 @@ def test_an_input_without_text_files_is_refused_by_its_name(wanted, tree, refuse
     assert wanted.removeprefix('a.txt,') in refused('text', f'--input={wanted}')
 
 
-def test_the_files_of_a_folder_are_counted_by_their_endings(tree, capsys):
-    for name in ('b.csv', 'c.txt.zst', 'd.tar.gz', 'e.html'):
-        (tree / 'unknown' / name).touch()
-    find_files('.,unknown/b.csv')
-    read, not_read = capsys.readouterr().out.splitlines()
-    for kind in ('16', '9 .txt', '4 .py', '1 .md', '1 .rst', '1 .csv'):
-        assert kind in read
-    for kind in ('1 .csv', '1 .zst', '1 .tar', '1 .html', '1 .log', '1 .png'):
-        assert kind in not_read
-
-
 @pytest.fixture
 def plays(tmp_path, monkeypatch):
     """A corpus of the table that is downloaded, and the file that it is downloaded from."""

@@ -58,15 +58,9 @@ KINDS = {
     **{name: ({name: data}, [name], TEXTS) for name, data in ROWS.items()},
     'packed': ({'a.jsonl.GZ': gzip.compress(jsonl(TEXTS[:9])) + gzip.compress(jsonl(TEXTS[9:]))},
                ['a.jsonl.GZ'], TEXTS),
-    'null': ({'a.jsonl': jsonl([None, *TEXTS, None, ' ']).replace(b'"text"', b'"body"')},
-             ['a.jsonl', '--text_field=body'], TEXTS),
     'latin-1': ({'a.csv': table(LATIN).decode().encode('latin-1')},
                 ['a.csv', '--encoding=latin-1'], LATIN),
     'folder': ({f'in/{n:03}.md': text.encode() for n, text in enumerate(TEXTS)}, ['in'], TEXTS),
-    'folders and globs': (
-        {'in/a.jsonl': jsonl(TEXTS[:50]), 'in/b/c.jsonl': jsonl(TEXTS[50:60]), 'in/x.bin': b'\xff',
-         'in/.hidden.txt': b'no', 'd.csv': table(TEXTS[60:])}, ['in/', '*.csv', 'in/a.jsonl'],
-        TEXTS),
     'lines': ({'a.txt.gz': gzip.compress(LINES.encode())}, ['a.txt.gz', '--documents=line'], TEXTS),
     'hub': ({f'hub/train-{n:05}-of-00003.parquet': parquet(body=TEXTS[100 * n:100 * n + 100])
              for n in range(3)}, ['hub', '--text_field=body'], TEXTS),

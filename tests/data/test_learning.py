@@ -10,7 +10,6 @@ from plaingpt.data import tokenizer_choice
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.documents import Files, HubDataset
 from plaingpt.data.rows import TextReader
-from plaingpt.data.text_files import PIECE_CHARS
 from plaingpt.data.tokenizer_choice import learn_tokenizer, sample, train_bpe
 
 
@@ -120,20 +119,6 @@ def test_char_ends_each_document_with_a_line_break(tmp_path):
     texts = prepared(tmp_path / 'char', tmp_path / 'names.txt', '--documents=line',
                      '--tokenizer=char')
     assert sorted(''.join(texts).splitlines()) == sorted(names)
-
-
-def test_a_line_break_comes_only_after_the_last_piece_of_a_document(tmp_path):
-    (tmp_path / 'in').mkdir()
-    long = 'ab ' * PIECE_CHARS + 'c'
-    for i in range(100):
-        (tmp_path / f'in/{i:02d}.txt').write_text(f'{i}{long}' if i == 7 else f'{i}\n')
-    lines = ''.join(prepared(tmp_path / 'd', tmp_path / 'in', '--documents=file',
-                             '--tokenizer=char', '--val_fraction=0.3')).splitlines()
-    # Where the long one continues in another split, each of its pieces is a document.
-    pieces = [line for line in lines if 'ab' in line]
-    assert len(pieces) > 1
-    assert sorted(''.join(pieces)) == sorted(f'7{long}')
-    assert sorted({*lines} - {*pieces}) == sorted(str(i) for i in range(100) if i != 7)
 
 
 # -----------------------------------------------------------------------------

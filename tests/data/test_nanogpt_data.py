@@ -3,7 +3,6 @@
 import json
 import pickle
 from collections import OrderedDict
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,9 +14,8 @@ import evaluate
 import prepare
 import sample
 import train
-from plaingpt.data.dataset import open_data, open_dataset
+from plaingpt.data.dataset import open_dataset
 from plaingpt.data.tokenizers import WordTokenizer, from_json
-from plaingpt.system.distributed import World
 from plaingpt.system.errors import UserError
 
 
@@ -70,25 +68,14 @@ def test_every_command_reads_a_folder_of_nanogpt_as_it_is(nano, tiny, tmp_path, 
     assert contents(nano) == before
 
 
-def test_other_token_files_beside_those_of_nanogpt_are_not_read(nano):
-    tokens = len(open_dataset(nano).split('train'))
-    for name in ('train_backup.bin', 'old-val.bin'):
-        (nano / name).write_bytes((nano / 'train.bin').read_bytes())
-    assert len(open_dataset(nano).split('train')) == tokens
-
-
-@pytest.mark.parametrize(('name', 'option'), [('train.bin', []),
-                                              ('fineweb_train_000001.bin', ['--overwrite'])])
+@pytest.mark.parametrize('name', ['train.bin', 'fineweb_train_000001.bin'])
 def test_nothing_is_written_into_a_folder_that_others_made(
-        name, option, text_file, tmp_path, capsys, monkeypatch):
-    folder = tmp_path / 'others'
-    folder.mkdir()
-    (folder / name).write_bytes(b'\0\0')
-    message = fails(capsys, monkeypatch, prepare.main, 'text', f'--input={text_file}',
-                    f'--data_dir={folder}', *option)
-    assert str(folder) in message
-    assert '--data_dir' in message
-    assert contents(folder) == {name: b'\0\0'}
+        name, text_file, tmp_path, capsys, monkeypatch):
+    (tmp_path / 'others').mkdir()
+    (tmp_path / 'others' / name).write_bytes(b'\0\0')
+    assert '--data_dir' in fails(capsys, monkeypatch, prepare.main, 'text', text_file,
+                                 f'--data_dir={tmp_path}/others', '--overwrite')
+    assert contents(tmp_path / 'others') == {name: b'\0\0'}
 
 
 # -----------------------------------------------------------------------------
@@ -106,9 +93,8 @@ def write_meta_pkl(folder, meta):
 
 @pytest.mark.parametrize('meta', [
     {'itos': WORDS, 'stoi': {token: i for i, token in enumerate(WORDS)}},
-    {'itos': tuple(WORDS)},
     {'itos': OrderedDict((np.int64(i), np.str_(token)) for i, token in enumerate(WORDS)),
-     'vocab_size': np.int32(4)}], ids=['list', 'tuple', 'numpy'])
+     'vocab_size': np.int32(4)}], ids=['list', 'numpy'])
 def test_words_in_a_meta_pkl_make_a_tokenizer(meta, tmp_path):
     write_meta_pkl(tmp_path, meta)
     assert open_dataset(tmp_path).tokenizer_json() == WordTokenizer(WORDS).to_json()
@@ -123,7 +109,6 @@ def test_words_are_separated_by_spaces():
     tokenizer = WordTokenizer(WORDS)
     assert tokenizer.encode('e4 Nf3\nd  e4').tolist() == [0, 1, 3, 2, 0]
     assert tokenizer.decode([0, 1, 3, 2, 0]) == 'e4 Nf3\nd e4'
-    assert tokenizer.decode_bytes([1]) == b' Nf3'
     with pytest.raises(UserError, match="'x'"):
         tokenizer.encode('e4 x')
 
@@ -133,48 +118,6 @@ def test_with_a_space_among_the_tokens_the_longest_match():
     assert tokenizer.encode('abb a?').tolist() == [1, 3, 2, 0, 4]
     assert tokenizer.decode([1, 3, 2, 0, 4]) == 'abb a<unk>'
     assert from_json(json.loads(json.dumps(tokenizer.to_json()))).tokens == tokenizer.tokens
-
-
-# -----------------------------------------------------------------------------
-# ids
-
-@pytest.fixture
-def own_ids(tmp_path):
-    """A time series of numbers."""
-    ids = (np.sin(np.arange(4000) / 20) * 700 + 750).astype(np.uint16)
-    (folder := tmp_path / 'ids').mkdir()
-    ids[:3600].tofile(folder / 'train.bin')
-    ids[3600:].tofile(folder / 'val.bin')
-    return folder
-
-
-def test_a_model_of_ids_continues_ids(own_ids, tiny, tmp_path, capsys, monkeypatch):
-    train.main([*tiny, f'--dataset={own_ids}', '--vocab_size=1500'])
-    capsys.readouterr()
-    command = [f'--out_dir={tmp_path}/out', '--num_samples=1', '--max_new_tokens=5']
-    sample.main([*command, '--start=IDS:750,784,819'])
-    *_, written = capsys.readouterr().out.strip().splitlines()
-    ids = [int(i) for i in written.removeprefix('IDS:').split(',')]
-    assert ids[:3] == [750, 784, 819]
-    assert len(ids) == 8
-    assert max(ids) < 1500
-    for start in ('hello', 'IDS:1,1500', 'IDS:-1'):
-        assert '1499' in fails(capsys, monkeypatch, sample.main, *command, f'--start={start}')
-
-
-def test_ids_of_unknown_origin_are_taken_for_gpt2s_with_a_word_about_vocab_size(own_ids, capsys):
-    dataset = open_data(SimpleNamespace(dataset=str(own_ids), vocab_size=0), World())
-    assert dataset.vocab_size == 50257
-    assert '--vocab_size' in capsys.readouterr().out
-
-
-def test_an_id_beyond_the_vocabulary_ends_a_run_before_anything_is_written(
-        own_ids, tiny, tmp_path, capsys, monkeypatch):
-    message = fails(capsys, monkeypatch, train.main, *tiny, f'--dataset={own_ids}',
-                    '--vocab_size=1449')
-    assert f'{own_ids}/train.bin' in message
-    assert '1449' in message
-    assert not list(tmp_path.glob('out/*'))
 
 
 # -----------------------------------------------------------------------------
@@ -190,9 +133,8 @@ OTHERS = [
     b"cos\nsystem\n(S'touch hacked'\ntR.",
     b'\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x0ctouch hacked\x85R.',
     pickle.dumps({'vocab_size': 2, 'itos': np.array(['a', 'bc'], object)}), pickle.dumps(np.load),
-    pickle.dumps(np.int64(3)), pickle.dumps({}), edited(vocab_size=3), edited(itos=None),
-    edited(itos={0: 'a', 2: 'b'}), edited(itos={0: 'a', 1: 'a'}), edited(itos={0: 'a', 1: 'bc'}),
-    edited(stoi={'a': 1, 'b': 0}), b'', edited()[:-5]]
+    pickle.dumps({}), edited(vocab_size=3), edited(itos=None), edited(itos={0: 'a', 2: 'b'}),
+    edited(stoi={'a': 1, 'b': 0}), edited()[:-5]]
 
 
 @pytest.mark.parametrize('data', OTHERS, ids=range(len(OTHERS)))

@@ -1,14 +1,13 @@
 """How much of the validation split is in the training split."""
 
 import random
-import tracemalloc
 
 import numpy as np
 import pytest
 from corpus_files import prepared, write_rows
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_batches import NoTokens, stream
+from test_batches import stream
 
 import prepare
 from plaingpt.data.dataset import open_dataset
@@ -47,17 +46,6 @@ def test_the_share_is_that_of_a_plain_search(
     splits = [stream(tmp_path_factory.mktemp('split'), ids, files=2) for ids in (train, val)]
     # sequences lie across blocks and files
     assert find_overlap(*splits, sequences, block_tokens) == expected
-
-
-def test_memory_does_not_grow_with_the_splits(tmp_path):
-    ids = np.random.default_rng(2).integers(2**16, size=2**21)
-    split = stream(tmp_path, ids, vocab_size=2**16)
-    tracemalloc.start()
-    share = find_overlap(split, split, sequences=2**8, block_tokens=2**13)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert share == 1
-    assert peak < len(ids)  # half the bytes of the file
 
 
 # -----------------------------------------------------------------------------
@@ -101,37 +89,12 @@ def test_boilerplate_counts_as_much_as_there_is_of_it(blocks, tmp_path):
         assert share == pytest.approx(len(boilerplate) / 200_000, rel=0.5)
 
 
-def test_a_sample_that_holds_too_little_to_tell_says_nothing(tmp_path):
-    assert estimate(tmp_path, WORDS, WORDS[:9000]) > 0.99
-    assert estimate(tmp_path, WORDS, WORDS[:9000], blocks=2**12) is None
-    assert estimate(tmp_path, WORDS[:50], WORDS[:9000]) is None
-    assert estimate(tmp_path, WORDS, WORDS[:50]) is None
-    assert share_trained_on(*windows_of(text(tmp_path, WORDS[:9000])), []) is None
-
-
 def test_of_conversations_what_the_assistant_says_is_compared(tmp_path):
     train, val = text(tmp_path, WORDS[:64_000]), text(tmp_path, WORDS[:6400], WORDS[-6400:])
     for of_copies, of_others, share in ((0, 1, 0), (1, 0, 1), (1, 1, 0.5), (0, 0, None)):
         val.loss_mask = text(tmp_path, np.full(6400, of_copies), np.full(6400, of_others))
         assert share_trained_on(*windows_of(val), [sketch_of(train)]) \
             == pytest.approx(share, abs=0.02)
-
-
-class Huge(NoTokens):
-    """A stream that counts the tokens that are read."""
-
-    tokens_read = 0
-
-    def sequences(self, starts, length):
-        self.tokens_read += len(starts) * length
-        return np.zeros((len(starts), length), np.int64)
-
-
-def test_a_sketch_of_a_huge_text_reads_a_few_mb():
-    huge = Huge(10**9)
-    sketch = sketch_of(huge)
-    assert huge.tokens_read == 2**22
-    assert sketch.share == pytest.approx(2**22 / 10**9, rel=1e-3)
 
 
 def test_a_file_of_sketches_holds_them(tmp_path):
@@ -144,14 +107,6 @@ def test_a_file_of_sketches_holds_them(tmp_path):
 
 def test_the_hash_of_a_block_is_that_of_version_1_0(tmp_path):
     assert sketch_of(text(tmp_path, np.arange(64))).hashes.tolist() == [-8562502739708298345]
-
-
-def test_a_damaged_file_of_sketches_is_a_warning(tmp_path, capsys):
-    path = tmp_path / 'sketches.npz'
-    for damaged in (b'PK' * 50, b'', b'{}'):
-        path.write_bytes(damaged)
-        assert read_sketches(path) == []
-        assert str(path) in capsys.readouterr().err
 
 
 # -----------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Ids of one's own, as numpy writes them: the dtype they are read with, and prepare.py ids."""
 
-import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,10 +9,11 @@ from processes import fails
 from runs import lines
 
 import prepare
+import sample
 import train
-from plaingpt.data.dataset import open_dataset
+from plaingpt.data.dataset import open_data, open_dataset
 from plaingpt.data.foreign_files import open_foreign
-from plaingpt.data.token_files import SAMPLED_BLOCKS, SAMPLED_BYTES
+from plaingpt.system.distributed import World
 from plaingpt.system.errors import UserError
 
 WIDTHS = ['<i8', '>i8', '<u4', '>u4', '<i4', '<u2', '>u2']
@@ -64,12 +65,6 @@ def test_ids_of_one_byte_are_read_as_such(tmp_path):
             assert reads_back(tmp_path / 'ids.bin', ids, 'u1', vocab_size)
 
 
-def test_of_a_large_file_only_samples_decide(tmp_path):
-    ids = RANDOM.integers(0, 1500, SAMPLED_BLOCKS * SAMPLED_BYTES // 4 + 1)
-    for dtype in ('<i8', '>u2'):
-        assert reads_back(tmp_path / 'ids.bin', ids, dtype, 1500)
-
-
 @pytest.mark.parametrize(('dtype', 'wrong'), [
     *((dtype, 1499) for dtype in WIDTHS), *((dtype, -1) for dtype in WIDTHS if 'i' in dtype)])
 def test_an_id_outside_the_vocabulary_is_named_with_its_place(dtype, wrong, tmp_path):
@@ -97,13 +92,6 @@ def test_floats_are_refused_by_name(dtype, vocab_size, tmp_path):
             open_foreign(tmp_path / 'ids.bin', vocab_size)
 
 
-@pytest.mark.parametrize('data', [b'', b'\1', MOVES.astype('<u2').tobytes() + b'\1'])
-def test_a_file_that_ends_within_an_id_is_refused(data, tmp_path):
-    (tmp_path / 'ids.bin').write_bytes(data)
-    with pytest.raises(UserError, match=r'ids\.bin'):
-        open_foreign(tmp_path / 'ids.bin', 1500)
-
-
 # -----------------------------------------------------------------------------
 # arrays of numpy
 
@@ -123,15 +111,6 @@ def test_npy_files_are_read(dtype, tmp_path):
     assert np.array_equal(dataset.split('val').read(0, 9999), MOVES[3600:])
 
 
-@pytest.mark.parametrize('array', [
-    MOVES.astype('f4'), MOVES.reshape(2, -1), MOVES > 3, np.array([{}]), np.array(3)])
-def test_other_arrays_are_refused_in_one_line(array, tmp_path):
-    np.save(tmp_path / 'train.npy', array)
-    with pytest.raises(UserError, match=r'train\.npy') as refused:
-        open_dataset(tmp_path, 1500).split('train')
-    assert '\n' not in str(refused.value)
-
-
 # -----------------------------------------------------------------------------
 # prepare.py ids
 
@@ -143,20 +122,11 @@ def folder(tmp_path):
 
 def test_described_ids_need_no_vocab_size_again(tiny, tmp_path):
     folder = write_ids(tmp_path / 'ids', MOVES, '<i8', '>u2')
+    before = contents(folder)
     train.main([*tiny, f'--dataset={folder}', '--vocab_size=1500', '--max_iters=3'])
     prepare.main(['ids', str(folder), '--vocab_size=1500'])
     train.main([*tiny, f'--dataset={folder}', '--init_from=resume'])
     assert [row['iter'] for row in lines(tmp_path / 'out', 'loss')] == [1, 2, 3, 4, 5, 6]
-
-
-def test_describing_ids_writes_meta_json_alone(tmp_path):
-    folder = write_ids(tmp_path / 'ids', MOVES, '<i8', '>u2')
-    before = contents(folder)
-    prepare.main(['ids', str(folder), '--vocab_size=1500'])
-    meta = json.loads((folder / 'meta.json').read_text())
-    assert meta['vocab_size'] == 1500
-    assert meta['dtype'] == 'int64'
-    assert meta['splits']['val']['files'][0]['dtype'] == '>u2'
     (folder / 'meta.json').unlink()
     assert contents(folder) == before
 
@@ -166,12 +136,6 @@ def test_a_dtype_that_is_named_is_taken(tmp_path):
     folder = write_ids(tmp_path / 'ids', rests, '<u2')
     prepare.main(['ids', str(folder), '--vocab_size=1500', '--dtype=uint16'])
     assert np.array_equal(open_dataset(folder).split('train').read(0, 9999), rests[:3600])
-
-
-def test_the_vocabulary_of_described_ids_can_be_changed(folder):
-    for vocab_size in (1500, 2000):
-        prepare.main(['ids', str(folder), f'--vocab_size={vocab_size}'])
-        assert open_dataset(folder).vocab_size == vocab_size
 
 
 @pytest.mark.parametrize(('options', 'word'), [
@@ -192,18 +156,32 @@ def test_text_that_prepare_wrote_is_not_described_as_ids(own_data, capsys, monke
     assert contents(own_data) == before
 
 
-def test_inspect_shows_own_ids_without_gpt2s_tokenizer(folder, without_gpt2, capsys):
-    prepare.main(['inspect', str(folder)])
-    assert f'{MOVES[0]}, {MOVES[1]}, ' in capsys.readouterr().out
+# -----------------------------------------------------------------------------
+# a run
 
 
-def test_numbers_that_are_written_out_are_not_ids(tmp_path):
-    np.savetxt(tmp_path / 'train.bin', np.arange(900), fmt='%d')
-    with pytest.raises(UserError, match=r'train\.bin'):
-        open_foreign(tmp_path / 'train.bin', 1500)
+def test_a_model_of_ids_continues_ids(folder, tiny, tmp_path, capsys, monkeypatch):
+    train.main([*tiny, f'--dataset={folder}', '--vocab_size=1500'])
+    capsys.readouterr()
+    command = [f'--out_dir={tmp_path}/out', '--num_samples=1', '--max_new_tokens=5']
+    sample.main([*command, '--start=IDS:750,784,819'])
+    *_, written = capsys.readouterr().out.strip().splitlines()
+    ids = [int(i) for i in written.removeprefix('IDS:').split(',')]
+    assert ids[:3] == [750, 784, 819]
+    assert len(ids) == 8
+    assert max(ids) < 1500
+    for start in ('hello', 'IDS:1,1500', 'IDS:-1'):
+        assert '1499' in fails(capsys, monkeypatch, sample.main, *command, f'--start={start}')
 
 
-def test_an_array_that_np_save_wrote_is_read_whatever_its_name(tmp_path):
-    with open(tmp_path / 'train.bin', 'wb') as file:
-        np.save(file, np.arange(900, dtype=np.uint16))
-    assert open_foreign(tmp_path / 'train.bin', 1500).read(0, 900).tolist() == list(range(900))
+def test_ids_of_unknown_origin_are_taken_for_gpt2s_with_a_word_about_vocab_size(folder, capsys):
+    dataset = open_data(SimpleNamespace(dataset=str(folder), vocab_size=0), World())
+    assert dataset.vocab_size == 50257
+    assert '--vocab_size' in capsys.readouterr().out
+
+
+def test_an_id_beyond_the_vocabulary_ends_a_run_before_anything_is_written(
+        folder, tiny, tmp_path, capsys, monkeypatch):
+    assert f'{folder}/train.bin' in fails(capsys, monkeypatch, train.main, *tiny,
+                                          f'--dataset={folder}', '--vocab_size=1449')
+    assert not list(tmp_path.glob('out/*'))

@@ -9,7 +9,6 @@ from sample_data import CHAT, ask, write_chat
 
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.inspection import find_damage
-from plaingpt.data.packing import conversation_starts, cut
 from plaingpt.system.errors import UserError
 
 CONVERSATION, USER, ASSISTANT, END = CHAT.conversation, *[CHAT.roles[r] for r in (
@@ -68,11 +67,6 @@ def test_each_token_of_the_answers_is_a_target_once(packed):
     assert packed.num_targets.sum() == in_loss
 
 
-def test_no_two_sequences_could_have_been_one(packed):
-    used = sorted(sum(n for _, _, n in packed.layout(first)) for first in packed.firsts)
-    assert used[0] + used[1] > 65
-
-
 @pytest.fixture
 def split(tmp_path):
     """The loader of a conversation longer than a sequence, with a turn that is longer, too."""
@@ -92,11 +86,6 @@ def test_splitting_a_conversation_keeps_every_answer(split):
     _, targets = rows_of(split)
     assert sorted(t for row in targets for t in row if t != -1) == sorted(
         [*b'bbbbb', END, *b'ddddd', END, ord('f'), END])
-
-
-def test_tokens_without_an_answer_near_them_are_dropped(split):
-    assert split.tokens_left_out == 38
-    assert '38 tokens' in split.describe()
 
 
 def test_each_epoch_has_each_sequence_once(packed):
@@ -142,15 +131,3 @@ def test_another_loss_mask_is_other_data(packed, tmp_path):
     meta['splits']['train']['files'][0]['mask_sha256'] = 64 * '0'
     path.write_text(json.dumps(meta))
     assert open_dataset(tmp_path / 'chat').identity('train') != before
-
-
-def test_conversations_that_leave_no_target_are_refused(tmp_path):
-    with pytest.raises(UserError, match='block_size=1'):
-        loader_of(write_chat(tmp_path / 'none', [ask('a', 'b')]), block_size=1)
-
-
-def test_a_conversation_is_not_split_before_its_first_turn(tmp_path):
-    told = [{'role': 'system', 'content': 's' * 9}, *ask('q' * 30, 'a')]
-    stream = open_dataset(write_chat(tmp_path / 'told', [told])).split('train')
-    _, sizes, _ = cut(stream, conversation_starts(stream), 32)
-    assert sizes.tolist() == [32, len(stream) - 32]

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 from processes import ROOT
+from sample_data import ask
 
 import prepare
 from plaingpt.data.dataset import open_dataset, open_named
@@ -98,12 +99,6 @@ def test_a_borrowed_tokenizer_gets_the_special_tokens(source):
     assert dataset.tokenizer_json() == {'kind': 'chat', 'base': base}
 
 
-def test_a_tokenizer_of_conversations_is_borrowed_as_it_is():
-    first = prepare_chat(rows=ROWS).tokenizer_json()
-    os.rename('data/chat', 'data/first')
-    assert prepare_chat(rows=ROWS, tokenizer='first').tokenizer_json() == first
-
-
 def test_text_does_not_take_a_tokenizer_of_conversations():
     prepare_chat(rows=ROWS)
     with pytest.raises(UserError, match='tokenizer=chat'):
@@ -117,11 +112,9 @@ def test_overwrite_removes_the_loss_masks_too():
     assert sorted(os.listdir('data/chat')) == ['meta.json', 'train.bin', 'val.bin']
 
 
-ESCAPE = [{'prompt': 'a\x1b]0;b\x07', 'completion': '\x1b[31mc\nd'}] * 40
-
-
 def test_inspect_puts_the_loss_in_brackets(capsys):
-    prepare_chat(rows=[*ESCAPE, *pairs(40)])
+    prepare_chat(rows=[{'prompt': 'a\x1b]0;b\x07', 'completion': '\x1b[31mc\nd'}] * 40
+                 + pairs(40))
     capsys.readouterr()
     inspect('data/chat')
     text = capsys.readouterr().out
@@ -135,17 +128,9 @@ def test_conversations_are_refused_in_a_mixture():
         open_named('data/chat:0.5,./data/chat:0.5')
 
 
-chance = random.Random(0)
-ANSWERS = {'short': ('Yes.', None), 'own': (lambda: ''.join(chance.choices('abcdefgh', k=200)), 0),
-           'equal': ('The same long answer. ' * 20, 1)}
-
-
-@pytest.mark.parametrize('kind', ANSWERS)
-def test_only_what_the_assistant_says_is_a_copy_of_training_text(kind):
-    answer, share = ANSWERS[kind]
+@pytest.mark.parametrize(('answer', 'share'), [('Yes.', None), ('The same long answer. ' * 20, 1)])
+def test_only_what_the_assistant_says_is_a_copy_of_training_text(answer, share):
     system = {'role': 'system', 'content': 'You are a helpful assistant. ' * 9}
-    rows = [{'messages': [system, {'role': 'user', 'content': f'{i}?'}, {
-        'role': 'assistant', 'content': answer if kind != 'own' else answer()}]}
-        for i in range(100)]
+    rows = [{'messages': [system, *ask(f'{i}?', answer)]} for i in range(100)]
     in_train = prepare_chat('--val_fraction=0.3', rows=rows).split_entry('val').get('in_train')
     assert in_train == pytest.approx(share, abs=0.5)

@@ -70,17 +70,6 @@ def test_each_split_gets_its_share_of_a_long_document():
         assert min(splits[i:i + 66].count('val') for i in (0, 66, 132)) >= 4  # from all over it
 
 
-def test_validation_has_its_share_of_the_tokens_of_a_folder_of_many_sizes(tmp_path):
-    (tmp_path / 'in').mkdir()
-    for name, words in ('book.txt', 150_000), ('page.xml', 20_000), ('code.py', 40_000):
-        (tmp_path / 'in' / name).write_text(' '.join(f'{name}{i}' for i in range(words)))
-    write_rows(tmp_path / 'in/rows.jsonl', [f'row {i}' for i in range(250)])
-    train, val = map('\n'.join, prepared(tmp_path / 'd', 'text', f'--input={tmp_path}/in',
-                                         '--val_fraction=0.1'))
-    assert 0.07 < len(val) / len(train + val) < 0.13
-    assert all(name in val for name in ('book.txt', 'code.py', 'row '))
-
-
 # -----------------------------------------------------------------------------
 # a running text
 

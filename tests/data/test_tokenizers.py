@@ -1,17 +1,16 @@
 """Each tokenizer gives any text back; byte pairs are tiktoken's."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
-import tiktoken
+import tiktoken.registry
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_data import CHAT, SHARED, ask
 
 from plaingpt.data.chat_tokenizer import MARK, SPECIAL_TOKENS
-from plaingpt.data.gigatoken import NEW_CHARACTERS, Gigatoken, fast_encode
+from plaingpt.data.gigatoken import NEW_CHARACTERS, Gigatoken
 from plaingpt.data.tokenizer_choice import make_tokenizer, train_bpe
 from plaingpt.data.tokenizers import (
     BPETokenizer,
@@ -55,11 +54,6 @@ def test_char_ids_are_in_code_point_order_as_in_nanogpt():
     assert tokenizer.encode('dehlorw ').tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
 
 
-def test_a_character_that_is_not_in_the_vocabulary_is_named():
-    with pytest.raises(UserError, match='é'):
-        make_tokenizer('char', ['hello']).encode('helé')
-
-
 @settings(max_examples=200)
 @given(st.text())
 def test_any_text_comes_back_from_bytes(text):
@@ -87,20 +81,6 @@ def test_any_text_comes_back_from_bpe(text):
     ids = BPE.encode(text)
     assert BPE.decode(ids) == text
     assert BPE.end_of_text not in ids
-
-
-@settings(max_examples=50)
-@given(st.text(alphabet=st.characters(codec=None, categories=['Cs', 'Ll', 'Zs'])))
-def test_half_a_character_becomes_a_replacement_character(text):
-    whole = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
-    assert BPE.decode(BPE.encode(text)) == whole
-
-
-@pytest.mark.parametrize('character', 'a 1.\n')
-def test_a_long_run_of_one_character_comes_back(character, gpt2):
-    for tokenizer in gpt2, BPE:  # tiktoken before 0.13 took minutes
-        ids = tokenizer.encode(character * 1_000_000)
-        assert tokenizer.decode(ids.tolist()) == character * 1_000_000
 
 
 @given(st.text(alphabet=" \n\t\r\u3000a'sé中1_.", max_size=30))
@@ -166,11 +146,6 @@ def test_other_ids_of_gigatoken_are_an_error():
         Gigatoken(BPE, WrongIds).encode('the cat')
 
 
-def test_without_gigatoken_tiktoken_encodes(monkeypatch):
-    monkeypatch.setitem(sys.modules, 'gigatoken.gigatoken_rs', None)
-    assert fast_encode(BPE) == BPE.encode
-
-
 # -----------------------------------------------------------------------------
 # descriptions
 
@@ -183,6 +158,9 @@ def test_a_tokenizer_comes_back_from_its_json(tokenizer):
     assert described_vocab_size(tokenizer.to_json()) == tokenizer.vocab_size
 
 
-def test_a_tokenizer_that_cannot_be_downloaded_says_what_to_do(without_gpt2):
+def test_a_tokenizer_that_cannot_be_downloaded_says_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setattr(tiktoken.registry, 'ENCODINGS', {})
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path))
+    monkeypatch.setenv('HTTPS_PROXY', 'http://127.0.0.1:9')  # where nothing listens
     with pytest.raises(UserError, match='TIKTOKEN_CACHE_DIR'):
         make_tokenizer('gpt2', '')

@@ -20,8 +20,7 @@ MISTAKES = {
     'targets are not shifted': (
         'plaingpt/data/batches.py', 'sequences[:, 1:].contiguous()',
         'sequences[:, :-1].contiguous()',
-        'data/test_batches.py::'
-        'test_each_epoch_visits_each_sequence_once_on_any_number_of_processes'),
+        'data/test_batches.py::test_targets_are_the_tokens_one_position_later'),
     'the loss is not divided by the micro-steps': (
         'plaingpt/training/step.py', 'else loss / self.micro_steps', 'else loss',
         'training/test_equal_runs.py::test_a_run_is_the_same_however_its_steps_are_shared_out'),

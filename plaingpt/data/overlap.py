@@ -83,7 +83,8 @@ def read_lines(stream, tokenizer):
 def find_overlap(train, val, sequences=SEQUENCES, block_tokens=BLOCK_TOKENS):
     """Two token streams → the share of sequences of `val` that occur anywhere in `train`. It looks
     for this many sequences of 64 tokens, spread evenly, or fewer in a short split, and reads
-    `block_tokens` of `train` at a time. None where the split is shorter than one. In conversations the assistant must say a quarter of a sequence.
+    `block_tokens` of `train` at a time. None where the split is shorter than one sequence. In
+    conversations the assistant must say a quarter of a sequence.
 
     Each occurrence in `train` contains a block of 32 tokens that starts at a multiple of 32. So
     only these blocks are looked up among the halves of all sequences; around each that is found,

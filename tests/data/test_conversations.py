@@ -117,14 +117,6 @@ def test_columns_can_be_named_in_any_case(tmp_path):
     assert read(path, ('q', 'A')) == [PLAIN]
 
 
-def test_columns_that_are_not_part_of_the_conversations_are_listed_once(tmp_path, capsys):
-    row = {'id': 1, 'prompt': [{**HI, 'name': 'Ann'}], 'completion': 'b', 'empty': None}
-    read(written(tmp_path / 'a.jsonl', row, row))
-    line, = capsys.readouterr().out.splitlines()
-    assert 'id, name' in line
-    assert 'empty' not in line
-
-
 CALL = {'id': 'a', 'type': 'function', 'function': {'name': 'f', 'arguments': '{}'}}
 IMAGE = {'type': 'image_url', 'image_url': {'url': 'x'}}
 UNUSABLE = [  # a second row, and the word by which its author finds the problem

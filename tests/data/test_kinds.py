@@ -18,7 +18,6 @@ from corpus_files import (
     prepared,
     split_bytes,
     write_files,
-    write_parquet,
     write_rows,
 )
 
@@ -139,17 +138,6 @@ def test_numbers_are_read_as_people_write_them():
             ('100M', 10**8), ('1.1b', 1_100_000_000), ('1e8', 10**8), ('100_000_000', 10**8),
             (10**8, 10**8), ('3k', 3000), ('0', 0), ('M', None), ('-1', None), ('1T', None)):
         assert prepare.parse_count(text) == number, text
-
-
-# -----------------------------------------------------------------------------
-# the hub
-
-
-def test_splits_of_a_dataset_of_the_hub_are_taken_as_they_are(tmp_path):
-    for split, texts in (('train', TEXTS), ('validation', ['held', 'out']), ('test', ['1', '2'])):
-        write_parquet(tmp_path / f'hub/{split}.parquet', texts)
-    assert prepared(tmp_path / 'd', 'hf', tmp_path / 'hub', '--split=validation',
-                    '--val_split=test') == [['held', 'out'], ['1', '2']]
 
 
 # -----------------------------------------------------------------------------

@@ -94,11 +94,6 @@ def test_the_distinct_words_that_bpe_learns_from_are_bounded(
     assert 0.6 * 50_000 < size < 1.4 * 50_000
 
 
-def test_bpe_learns_from_all_of_a_text_with_few_distinct_words(languages, small_sample):
-    learned = learn_tokenizer('bpe:500', Files(languages[:1], 'one', TextReader()))
-    assert learned.tokens == train_bpe([languages[0].read_text()], 500).tokens
-
-
 def test_of_a_dataset_of_the_hub_only_the_beginning_is_read(tmp_path, small_sample):
     texts = [f'{i:03} ' + 'text ' * 200 for i in range(600)]
     write_rows(tmp_path / 'train-00000-of-00002.jsonl', texts)

@@ -100,11 +100,6 @@ def test_words_in_a_meta_pkl_make_a_tokenizer(meta, tmp_path):
     assert open_dataset(tmp_path).tokenizer_json() == WordTokenizer(WORDS).to_json()
 
 
-def test_a_meta_pkl_with_a_size_alone_makes_the_tokens_ids(tmp_path):
-    write_meta_pkl(tmp_path, {'vocab_size': np.int64(40)})
-    assert open_dataset(tmp_path).tokenizer_json() == {'kind': 'ids', 'vocab_size': 40}
-
-
 def test_words_are_separated_by_spaces():
     tokenizer = WordTokenizer(WORDS)
     assert tokenizer.encode('e4 Nf3\nd  e4').tolist() == [0, 1, 3, 2, 0]

@@ -53,7 +53,6 @@ def test_the_share_is_that_of_a_plain_search(
 
 
 WORDS = np.random.default_rng(3).integers(50_000, size=2**20)  # of which no 64 occur twice
-LICENSE, SPACES = np.arange(400), np.full(3000, 7)
 
 
 def text(tmp_path, *ids):
@@ -76,17 +75,6 @@ def test_a_sketch_tells_how_much_of_a_text_was_trained_on(blocks, error, tmp_pat
     assert estimate(tmp_path, train, val, blocks=blocks) == 0
     assert estimate(tmp_path, train, val, *copies, blocks=blocks) == pytest.approx(0.5, abs=error)
     assert estimate(tmp_path, train, *copies, blocks=blocks) == pytest.approx(1, abs=2 * error)
-
-
-@pytest.mark.parametrize('blocks', [2**16, 2**10])
-def test_boilerplate_counts_as_much_as_there_is_of_it(blocks, tmp_path):
-    train = [part for i in range(0, 600_000, 3000) for part in (LICENSE, WORDS[i:i + 3000])]
-    val = WORDS[-200_000:]
-    for boilerplate in (LICENSE, SPACES):
-        train.append(boilerplate)
-        share = estimate(tmp_path, np.concatenate(train), val[:99_000], boilerplate, val[99_000:],
-                         blocks=blocks)
-        assert share == pytest.approx(len(boilerplate) / 200_000, rel=0.5)
 
 
 def test_of_conversations_what_the_assistant_says_is_compared(tmp_path):

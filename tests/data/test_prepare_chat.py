@@ -64,15 +64,6 @@ def test_the_loss_is_over_the_answers(dataset):
          f'{row["completion"]}<|end|>') for row in pairs(100))
 
 
-def test_meta_json_counts_the_conversations(dataset):
-    for split, entry in dataset.meta['splits'].items():
-        ids, loss_mask = read(dataset, split)
-        assert entry['documents'] == ids.count(dataset.tokenizer().conversation)
-        assert entry['learned'] == sum(loss_mask)
-        assert entry['tokens'] == len(loss_mask)
-        assert entry['bytes'] == sum(i < 256 for i in ids)
-
-
 def test_a_loss_mask_is_beside_each_shard(dataset):
     names = {'meta.json'}
     for entry in dataset.meta['splits'].values():

@@ -20,8 +20,7 @@ MISTAKES = {
     'targets are not shifted': (
         'plaingpt/data/batches.py', 'sequences[:, 1:].contiguous()',
         'sequences[:, :-1].contiguous()',
-        'data/test_batches.py::'
-        'test_each_epoch_visits_each_sequence_once_on_any_number_of_processes'),
+        'data/test_batches.py::test_targets_are_the_tokens_one_position_later'),
     'the loss is not divided by the micro-steps': (
         'plaingpt/training/step.py', 'else loss / self.micro_steps', 'else loss',
         'training/test_equal_runs.py::test_a_run_is_the_same_however_its_steps_are_shared_out'),
@@ -46,8 +45,7 @@ MISTAKES = {
         'inference/test_generation.py::test_cached_text_is_that_of_whole_forward_passes'),
     'the loss is also over what users say': (
         'plaingpt/data/packing.py', 'targets[torch.from_numpy(~loss_mask[:, 1:])] = -1', 'pass',
-        'data/test_packing.py::test_conversations_that_fit_are_never_cut_and_each_answer_is_a_'
-        'target_once'),
+        'data/test_packing.py::test_each_token_of_the_answers_is_a_target_once'),
     'no end of text before a document': (
         'plaingpt/data/encoding.py', 'ids[split] += [before, found]', 'ids[split] += [found]',
         'data/test_splits.py::test_more_of_a_corpus_has_the_same_validation_text'),

@@ -80,16 +80,17 @@ def read_lines(stream, tokenizer):
     return [' '.join(line.split()) for line in text.splitlines() if len(line) >= LINE_CHARS]
 
 
-def find_overlap(train, val):
+def find_overlap(train, val, sequences=SEQUENCES, block_tokens=BLOCK_TOKENS):
     """Two token streams → the share of sequences of `val` that occur anywhere in `train`. It looks
-    for 4,096 sequences of 64 tokens, spread evenly, or fewer in a short split. None where the split
-    is shorter than one. In conversations the assistant must say a quarter of a sequence.
+    for this many sequences of 64 tokens, spread evenly, or fewer in a short split, and reads
+    `block_tokens` of `train` at a time. None where the split is shorter than one sequence. In
+    conversations the assistant must say a quarter of a sequence.
 
     Each occurrence in `train` contains a block of 32 tokens that starts at a multiple of 32. So
     only these blocks are looked up among the halves of all sequences; around each that is found,
     64 tokens are compared, all by their hashes.
     """
-    count = min(SEQUENCES, len(val) // SEQUENCE_TOKENS)
+    count = min(sequences, len(val) // SEQUENCE_TOKENS)
     if not count:
         return None
     starts = spread(count, len(val), SEQUENCE_TOKENS)
@@ -102,16 +103,16 @@ def find_overlap(train, val):
     found = np.zeros(len(hashes), dtype=bool)
     half_hashes = np.unique(sliding_window_view(wanted, HALF, axis=1)[:, :HALF] @ FACTORS[:HALF])
     with progress_bar('comparing the splits', len(train), 'tokens') as bar:
-        for start in range(0, len(train) - SEQUENCE_TOKENS + 1, BLOCK_TOKENS):
+        for start in range(0, len(train) - SEQUENCE_TOKENS + 1, block_tokens):
             # Sequences that start in this block end in the next one.
-            length = min(BLOCK_TOKENS + SEQUENCE_TOKENS - 1, len(train) - start)
+            length = min(block_tokens + SEQUENCE_TOKENS - 1, len(train) - start)
             ids = train.read(start, length)
             halves = ids[:length // HALF * HALF].reshape(-1, HALF) @ FACTORS[:HALF]
             places = HALF * find_hashes(half_hashes, halves)[0]
             near = (places[:, None] - np.arange(HALF)).clip(0, length - SEQUENCE_TOKENS)
             there = sliding_window_view(ids, SEQUENCE_TOKENS)[near.ravel()] @ FACTORS
             found[find_hashes(hashes, there)[1]] = True
-            bar.update(min(BLOCK_TOKENS, len(train) - start))
+            bar.update(min(block_tokens, len(train) - start))
     return int(counts[found].sum()) / len(wanted)
 
 
@@ -133,13 +134,13 @@ class Sketch(NamedTuple):
     share: float  # of the text that they are
 
 
-def sketch_of(stream):
-    """The tokens of a training text → Sketch, for which at most 2^22 of them are read."""
+def sketch_of(stream, max_blocks=SKETCH_BLOCKS):
+    """The tokens of a training text → Sketch, for which `max_blocks` of 64 tokens are read."""
     blocks = len(stream) // SEQUENCE_TOKENS
-    if blocks <= SKETCH_BLOCKS:
+    if blocks <= max_blocks:
         ids = stream.read(0, blocks * SEQUENCE_TOKENS)
     else:
-        groups = spread(SKETCH_BLOCKS // GROUP, blocks, GROUP)
+        groups = spread(max_blocks // GROUP, blocks, GROUP)
         ids = stream.sequences(groups * SEQUENCE_TOKENS, GROUP * SEQUENCE_TOKENS)
     hashes = np.sort(ids.reshape(-1, SEQUENCE_TOKENS) @ FACTORS)
     return Sketch(hashes, len(hashes) / max(1, blocks))

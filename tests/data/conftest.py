@@ -4,12 +4,20 @@ import pytest
 from processes import fails
 
 import prepare
+from plaingpt.data import encoding, text_files
 
 
 @pytest.fixture
 def own_data(char_data, tmp_path):
     """A prepared folder that the test may damage."""
     return shutil.copytree(char_data, tmp_path / 'data')
+
+
+@pytest.fixture
+def small_batches(monkeypatch):
+    """prepare.py reads and encodes little at a time, so that a short text has many batches."""
+    monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**13)
+    monkeypatch.setattr(text_files, 'BLOCK_CHARS', 1001)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from sample_data import CHAT, ask, write_chat
 
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.inspection import find_damage
-from plaingpt.data.packing import conversation_starts, cut
 from plaingpt.system.errors import UserError
 
 CONVERSATION, USER, ASSISTANT, END = CHAT.conversation, *[CHAT.roles[r] for r in (
@@ -43,46 +42,62 @@ def test_a_sequence_holds_whole_conversations_then_padding_that_is_no_target(tmp
                        -1, -1, -1, -1, e, f, END, -1, -1, -1, -1, -1]
 
 
-def test_conversations_that_fit_are_never_cut_and_each_answer_is_a_target_once(tmp_path):
-    conversations = random_conversations(80, 8)
-    loader = loader_of(write_chat(tmp_path / 'chat', conversations))
-    idx, targets = rows_of(loader)
+CONVERSATIONS = random_conversations(80, 8)
+
+
+@pytest.fixture
+def packed(tmp_path):
+    """The loader of conversations that all fit into a sequence."""
+    return loader_of(write_chat(tmp_path / 'chat', CONVERSATIONS))
+
+
+def test_conversations_that_fit_are_never_split(packed):
+    idx, _ = rows_of(packed)
     text = [i for row in idx for i in [*row, CONVERSATION]]
-    for messages in conversations:
+    for messages in CONVERSATIONS:
         ids = CHAT.encode_conversation(messages)[0].tolist()
         places = [k for k in range(len(text)) if text[k:k + len(ids) - 1] == ids[:-1]]
         assert len(places) == 1  # its last token may be a target only
-    in_loss = sum(CHAT.encode_conversation(messages)[1].sum() for messages in conversations)
-    assert sum(t != -1 for row in targets for t in row) == in_loss == loader.num_targets.sum()
-    used = sorted(sum(n for _, _, n in loader.layout(first)) for first in loader.firsts)
-    assert used[0] + used[1] > 65  # no two sequences could have been one
 
 
-def test_a_longer_one_is_cut_before_a_user_speaks_and_a_longer_turn_where_it_must(tmp_path):
+def test_each_token_of_the_answers_is_a_target_once(packed):
+    _, targets = rows_of(packed)
+    in_loss = sum(CHAT.encode_conversation(messages)[1].sum() for messages in CONVERSATIONS)
+    assert sum(t != -1 for row in targets for t in row) == in_loss
+    assert packed.num_targets.sum() == in_loss
+
+
+@pytest.fixture
+def split(tmp_path):
+    """The loader of a conversation longer than a sequence, with a turn that is longer, too."""
     folder = write_chat(tmp_path / 'chat', [ask('a' * 5, 'b' * 5, 'c' * 5, 'd' * 5, 'e' * 40, 'f')])
-    loader = loader_of(folder, block_size=19, batch_size=1)
-    idx, targets = rows_of(loader)
-    firsts = {tuple(row[:7]) for row in idx}
+    return loader_of(folder, block_size=19, batch_size=1)
+
+
+def test_a_long_conversation_is_split_where_the_user_speaks(split):
+    firsts = {tuple(row[:7]) for row in rows_of(split)[0]}
     a, c, e, f = b'acef'
     assert (CONVERSATION, USER, a, a, a, a, a) in firsts
     assert (CONVERSATION, USER, c, c, c, c, c) in firsts
-    assert (CONVERSATION, e, e, e, END, ASSISTANT, f) in firsts  # within a message
-    assert all(set(row) != {-1} for row in targets)
-    padding = 1 - (loader.sizes + loader.with_bos).sum() / (loader.sequences_per_epoch * 20)
-    assert 0 < padding < 1 and f'sequences, {padding:.1%} padding' in loader.describe()
-    assert loader.tokens_left_out == 38 and loader.describe().endswith(
-        'cut at 2 places, as longer than block_size; 38 tokens left out, with no answer near them')
+    assert (CONVERSATION, e, e, e, END, ASSISTANT, f) in firsts  # within a turn that is too long
+
+
+def test_splitting_a_conversation_keeps_every_answer(split):
+    _, targets = rows_of(split)
     assert sorted(t for row in targets for t in row if t != -1) == sorted(
-        [*b'bbbbb', END, *b'ddddd', END, f, END])
+        [*b'bbbbb', END, *b'ddddd', END, ord('f'), END])
 
 
-def test_each_epoch_has_each_sequence_once_and_processes_share_the_same_steps(tmp_path):
+def test_each_epoch_has_each_sequence_once(packed):
+    n = packed.sequences_per_epoch
+    for epoch in range(2):
+        starts = packed.sequence_starts(epoch * n + np.arange(n))
+        assert sorted(starts) == packed.firsts.tolist()
+
+
+def test_processes_share_the_steps_of_one(tmp_path):
     folder = write_chat(tmp_path / 'chat', random_conversations(90, 12))
     whole = loader_of(folder, batch_size=6, seed=3)
-    n = whole.sequences_per_epoch
-    for epoch in range(2):
-        starts = whole.sequence_starts(epoch * n + np.arange(n))
-        assert sorted(starts) == whole.firsts.tolist()
     for size in (1, 2, 3):
         shares = [loader_of(folder, batch_size=1, micro_steps=6 // size, rank=rank,
                             world_size=size, seed=3) for rank in range(size)]
@@ -98,31 +113,21 @@ def test_each_epoch_has_each_sequence_once_and_processes_share_the_same_steps(tm
                     size * (mine != -1).sum().item() / (targets != -1).sum().item())
 
 
-def test_a_mask_that_is_gone_or_another_one_is_noticed(tmp_path):
-    folder = write_chat(tmp_path / 'chat', random_conversations(5, 5))
-    mask = folder / 'train_mask.bin'
-    before, ones = open_dataset(folder).identity('train'), mask.read_bytes()
-    mask.write_bytes(bytes(len(ones)))
-    with pytest.raises(UserError, match=r'train_mask.bin: another checksum'):
-        loader_of(folder)
-    assert 'train_mask.bin: another checksum' in find_damage(open_dataset(folder))[0]
+def test_a_damaged_loss_mask_is_named(packed, tmp_path):
+    mask = tmp_path / 'chat/train_mask.bin'
+    mask.write_bytes(bytes(mask.stat().st_size))
+    with pytest.raises(UserError, match=r'train_mask\.bin'):
+        loader_of(tmp_path / 'chat')
+    assert 'train_mask.bin' in find_damage(open_dataset(tmp_path / 'chat'))[0]
     mask.unlink()
-    with pytest.raises(UserError, match=r'train_mask.bin: No such file'):
-        loader_of(folder)
-    mask.write_bytes(ones)
-    meta = json.loads((folder / 'meta.json').read_text())
+    with pytest.raises(UserError, match=r'train_mask\.bin'):
+        loader_of(tmp_path / 'chat')
+
+
+def test_another_loss_mask_is_other_data(packed, tmp_path):
+    before = open_dataset(tmp_path / 'chat').identity('train')
+    path = tmp_path / 'chat/meta.json'
+    meta = json.loads(path.read_text())
     meta['splits']['train']['files'][0]['mask_sha256'] = 64 * '0'
-    (folder / 'meta.json').write_text(json.dumps(meta))
-    assert open_dataset(folder).identity('train') != before
-
-
-def test_conversations_that_leave_no_target_are_refused(tmp_path):
-    with pytest.raises(UserError, match='block_size=1 no sequence has a token of an answer'):
-        loader_of(write_chat(tmp_path / 'none', [ask('a', 'b')]), block_size=1)
-
-
-def test_a_conversation_is_not_cut_before_its_first_turn(tmp_path):
-    told = [{'role': 'system', 'content': 's' * 9}, *ask('q' * 30, 'a')]
-    stream = open_dataset(write_chat(tmp_path / 'told', [told])).split('train')
-    _, sizes, _ = cut(stream, conversation_starts(stream), 32)
-    assert sizes.tolist() == [32, len(stream) - 32]
+    path.write_text(json.dumps(meta))
+    assert open_dataset(tmp_path / 'chat').identity('train') != before

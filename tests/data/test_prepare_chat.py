@@ -1,24 +1,19 @@
 """prepare.py chat: conversations as a dataset, and what inspect shows of it."""
 
-import hashlib
 import json
 import os
 import random
 
 import numpy as np
 import pytest
-from processes import ROOT, fails
+from processes import ROOT
+from sample_data import ask
 
 import prepare
 from plaingpt.data.dataset import open_dataset, open_named
 from plaingpt.data.inspection import inspect
 from plaingpt.system.errors import UserError
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+from plaingpt.system.files import sha256_of
 
 
 def write(name, rows):
@@ -47,35 +42,36 @@ def read(dataset, split):
 
 def conversations(dataset, split):
     """The conversations of a split as [(text, what of it is in the loss)]."""
-    tokenizer, found = dataset.tokenizer(), []
+    tokenizer, texts = dataset.tokenizer(), []
     for i, in_loss in zip(*read(dataset, split), strict=True):
         if i == tokenizer.conversation:
-            found.append([[], []])
-        found[-1][0].append(i)
-        found[-1][1] += [i] if in_loss else []
-    return [tuple(map(tokenizer.decode, both)) for both in found]
+            texts.append([[], []])
+        texts[-1][0].append(i)
+        texts[-1][1] += [i] if in_loss else []
+    return [tuple(map(tokenizer.decode, both)) for both in texts]
 
 
-@pytest.mark.parametrize('shard_tokens', [97, 10**6])
-def test_the_files_are_the_conversations_and_beside_each_is_its_loss_mask(shard_tokens):
-    dataset = prepare_chat(f'--shard_tokens={shard_tokens}')
-    found = [each for split in ('train', 'val') for each in conversations(dataset, split)]
-    assert sorted(found) == sorted(
+@pytest.fixture(params=[97, 10**6])
+def dataset(request):
+    """In shards of so many tokens."""
+    return prepare_chat(f'--shard_tokens={request.param}')
+
+
+def test_the_loss_is_over_the_answers(dataset):
+    texts = conversations(dataset, 'train') + conversations(dataset, 'val')
+    assert sorted(texts) == sorted(
         (f'<|conversation|><|user|>{row["prompt"]}<|end|><|assistant|>{row["completion"]}<|end|>',
          f'{row["completion"]}<|end|>') for row in pairs(100))
-    names = set()
-    for split, entry in dataset.meta['splits'].items():
-        ids, loss_mask = read(dataset, split)
-        assert entry['documents'] == ids.count(dataset.tokenizer().conversation)
-        assert entry['learned'] == sum(loss_mask) and entry['tokens'] == len(loss_mask)
-        assert entry['bytes'] == sum(i < 256 for i in ids)
-        assert (len(entry['files']) > 1) == (shard_tokens == 97)
+
+
+def test_a_loss_mask_is_beside_each_shard(dataset):
+    names = {'meta.json'}
+    for entry in dataset.meta['splits'].values():
         for file in entry['files']:
             mask = file['name'].replace('.bin', '_mask.bin')
             names |= {file['name'], mask}
-            with open(f'data/chat/{mask}', 'rb') as f:
-                assert hashlib.sha256(f.read()).hexdigest() == file['mask_sha256']
-    assert {*os.listdir('data/chat')} == names | {'meta.json'}
+            assert sha256_of(f'data/chat/{mask}') == file['mask_sha256']
+    assert {*os.listdir('data/chat')} == names
 
 
 def test_a_tokenizer_learns_from_what_is_said_alone():
@@ -83,61 +79,49 @@ def test_a_tokenizer_learns_from_what_is_said_alone():
         ''.join(row['prompt'] + row['completion'] for row in pairs(100))) | {'\n'}
 
 
-def test_the_tokenizer_of_a_dataset_or_a_run_gets_the_special_tokens_once():
-    of_run = str(ROOT / 'tests/data/format_1/run')
-    of_data = str(ROOT / 'tests/data/format_1/dataset')
-    base = open_dataset(of_data).tokenizer_json()
-    of_checkpoint = f'{of_run}/checkpoints/{os.listdir(f"{of_run}/checkpoints")[0]}'
-    rows = [{'prompt': 'the', 'completion': 'to' * i} for i in range(1, 60)]
-    for source in (of_data, of_run, of_checkpoint):
-        dataset = prepare_chat('--overwrite', rows=rows, tokenizer=source)
-        assert dataset.tokenizer_json() == {'kind': 'chat', 'base': base}
-    os.rename('data/chat', 'data/first')
-    assert prepare_chat(rows=rows, tokenizer='first').tokenizer_json() == dataset.tokenizer_json()
-    with pytest.raises(UserError, match='tokenizer=first: it is for conversations'):
-        prepare.main(['text', f'--input={ROOT}/README.md', '--tokenizer=first'])
+ROWS = [{'prompt': 'the', 'completion': 'to' * i} for i in range(1, 60)]
 
 
-def test_another_command_replaces_it_only_with_overwrite_and_then_its_masks_too(
-        capsys, monkeypatch):
+@pytest.mark.parametrize('source', ['dataset', 'run', 'run/checkpoints/iter-00000006'])
+def test_a_borrowed_tokenizer_gets_the_special_tokens(source):
+    folder = ROOT / 'tests/data/format_1'
+    base = open_dataset(folder / 'dataset').tokenizer_json()
+    dataset = prepare_chat(rows=ROWS, tokenizer=f'{folder}/{source}')
+    assert dataset.tokenizer_json() == {'kind': 'chat', 'base': base}
+
+
+def test_text_does_not_take_a_tokenizer_of_conversations():
+    prepare_chat(rows=ROWS)
+    with pytest.raises(UserError, match='tokenizer=chat'):
+        prepare.main(['text', f'--input={ROOT}/README.md', '--tokenizer=chat'])
+
+
+def test_overwrite_removes_the_loss_masks_too():
     prepare_chat('--shard_tokens=97')
-    write('b.jsonl', [{'text': row['prompt']} for row in pairs(100)])
-    other = ['text', '--input=b.jsonl', '--tokenizer=byte', '--data_dir=data/chat']
-    assert 'holds another dataset' in fails(capsys, monkeypatch, prepare.main, *other)
-    assert open_dataset('data/chat').has_mask()
-    prepare.main([*other, '--overwrite'])
+    prepare.main(['text', '--input=a.jsonl', '--text_field=prompt', '--tokenizer=byte',
+                  '--data_dir=data/chat', '--overwrite'])
     assert sorted(os.listdir('data/chat')) == ['meta.json', 'train.bin', 'val.bin']
 
 
-ESCAPE = [{'prompt': 'a\x1b]0;b\x07', 'completion': '\x1b[31mc\nd'}] * 40
-
-
-def test_inspect_puts_the_loss_in_brackets_and_shows_escape_codes(capsys):
-    dataset = prepare_chat(rows=[*ESCAPE, *pairs(40)])
+def test_inspect_puts_the_loss_in_brackets(capsys):
+    prepare_chat(rows=[{'prompt': 'a\x1b]0;b\x07', 'completion': '\x1b[31mc\nd'}] * 40
+                 + pairs(40))
     capsys.readouterr()
     inspect('data/chat')
     text = capsys.readouterr().out
-    assert '\n    <|user|>a\\x1b]0;b\\x07<|end|>\n    <|assistant|>[\\x1b[31mc\nd<|end|>]\n' \
-        in text and '\x1b' not in text
-    entry = dataset.split_entry('train')
-    assert f'{entry["documents"]} documents; {entry["learned"]:,} tokens in the loss' in text
+    assert '\n    <|user|>a\\x1b]0;b\\x07<|end|>\n    <|assistant|>[\\x1b[31mc\nd<|end|>]\n' in text
+    assert '\x1b' not in text  # it would move the cursor
 
 
-def test_conversations_are_in_no_mixture():
+def test_conversations_are_refused_in_a_mixture():
     prepare_chat()
-    with pytest.raises(UserError, match='data/chat holds conversations, which no mixture can'):
+    with pytest.raises(UserError, match='data/chat'):
         open_named('data/chat:0.5,./data/chat:0.5')
 
 
-def test_what_the_system_says_in_all_conversations_is_no_copy_and_equal_answers_are():
-    told = {'role': 'system', 'content': 'You are a helpful assistant. ' * 9}
-    chance = random.Random(0)
-
-    def share(answers):
-        rows = [{'messages': [told, {'role': 'user', 'content': f'{i}?'},
-                              {'role': 'assistant', 'content': answers(i)}]} for i in range(100)]
-        dataset = prepare_chat('--overwrite', '--val_fraction=0.3', rows=rows)
-        return dataset.split_entry('val').get('in_train')
-    assert share(lambda i: 'Yes.') is None
-    assert share(lambda i: ''.join(chance.choices('abcdefgh', k=200))) == 0
-    assert share(lambda i: 'The same long answer. ' * 20) > 0.5
+@pytest.mark.parametrize(('answer', 'share'), [('Yes.', None), ('The same long answer. ' * 20, 1)])
+def test_only_what_the_assistant_says_is_a_copy_of_training_text(answer, share):
+    system = {'role': 'system', 'content': 'You are a helpful assistant. ' * 9}
+    rows = [{'messages': [system, *ask(f'{i}?', answer)]} for i in range(100)]
+    in_train = prepare_chat('--val_fraction=0.3', rows=rows).split_entry('val').get('in_train')
+    assert in_train == pytest.approx(share, abs=0.5)

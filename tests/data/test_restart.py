@@ -10,9 +10,9 @@ from corpus_files import contents, killed, write_rows
 from processes import fails
 
 import prepare
-from plaingpt.data import encoding, tokenizer_choice
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.inspection import find_damage
+from plaingpt.system.errors import UserError
 from plaingpt.system.files import locked
 
 
@@ -23,9 +23,7 @@ def rows(tmp_path_factory):
     return path
 
 
-@pytest.fixture(autouse=True)
-def many_batches(monkeypatch):
-    monkeypatch.setattr(encoding, 'BATCH_CHARS', 2**13)
+pytestmark = pytest.mark.usefixtures('small_batches')
 
 
 def command(rows, folder, *options):
@@ -53,32 +51,20 @@ def test_killed_between_any_two_changes_of_the_disk_it_writes_the_same(
     assert n > 5
 
 
-def test_what_is_done_is_not_done_again_and_the_old_dataset_stays_meanwhile(
-        rows, tmp_path, monkeypatch, capsys):
-    prepare.main(command(rows, tmp_path / 'd', '--val_fraction=0.2'))
-    before = contents(tmp_path / 'd')
-    argv = command(rows, tmp_path / 'd', '--tokenizer=char', '--overwrite')
+def test_complete_shards_are_not_encoded_again(rows, tmp_path, capsys):
+    argv = command(rows, tmp_path / 'd', '--tokenizer=char', '--shard_tokens=5_000')
     assert killed(20, argv, tmp_path / 'd') == 9
-    assert {name: (tmp_path / 'd' / name).read_bytes() for name in before} == before
     progress = json.loads((tmp_path / 'd/unfinished/progress.json').read_text())
     done = sum(split['tokens'] for split in progress['splits'].values())
-    encoded, real = [], encoding.encode_batch
-    monkeypatch.setattr(encoding, 'encode_batch',
-                        lambda *a: encoded.append(real(*a)) or encoded[-1])
-    monkeypatch.setattr(tokenizer_choice, 'make_tokenizer', None)  # it is learned already
+    assert done > 5_000
     capsys.readouterr()
     prepare.main(argv)
-    assert f'resuming after {done:,} tokens' in capsys.readouterr().out
-    again = sum(len(part.ids) for parts in encoded for part in parts.values())
     splits = open_dataset(tmp_path / 'd').meta['splits']
-    assert done > 12_500
-    assert done + again == sum(split['tokens'] for split in splits.values())
-    names = {file['name'] for split in splits.values() for file in split['files']}
-    assert set(contents(tmp_path / 'd')) == names | {'meta.json'}
+    encoded = sum(split['tokens'] for split in splits.values()) - done
+    assert f'{encoded:,} tokens' in capsys.readouterr().out
 
 
-def test_begun_with_gigatoken_and_resumed_without_it_the_bytes_are_the_same(
-        rows, tmp_path, monkeypatch):
+def test_resumed_without_gigatoken_the_bytes_are_the_same(rows, tmp_path, monkeypatch):
     pytest.importorskip('gigatoken')
     prepare.main(command(rows, tmp_path / 'bpe', '--tokenizer=bpe:270'))
     options = f'--tokenizer={tmp_path}/bpe', '--shard_tokens=5_000'
@@ -91,24 +77,42 @@ def test_begun_with_gigatoken_and_resumed_without_it_the_bytes_are_the_same(
     assert contents(tmp_path / 'd') == contents(tmp_path / 'whole')
 
 
-def test_what_another_command_or_another_input_left_is_not_mixed_in(
-        rows, tmp_path, capsys):
+def test_an_unfinished_dataset_is_not_trained_on(rows, tmp_path):
+    assert killed(20, command(rows, tmp_path / 'd'), tmp_path / 'd') == 9
+    with pytest.raises(UserError, match=str(tmp_path / 'd')):
+        open_dataset(tmp_path / 'd')
+
+
+@pytest.mark.parametrize(('options', 'new_row'), [(['--val_fraction=0.2'], ''),
+                                                  ([], '{"text": "new"}\n')])
+def test_what_another_command_left_is_not_mixed_in(options, new_row, rows, tmp_path):
     path = shutil.copy(rows, tmp_path / 'in.jsonl')
-    for more, change in (['--val_fraction=0.2'], ''), ([], '{"text": "new"}\n'):
-        assert killed(20, command(path, tmp_path / 'd'), tmp_path / 'd') == 9
-        with pytest.raises(prepare.UserError, match='not finished'):  # nothing is trained on it
-            open_dataset(tmp_path / 'd')
-        path.write_text(path.read_text() + change)
-        prepare.main(command(path, tmp_path / 'd', *more))
-        assert 'starting anew' in capsys.readouterr().out
-        prepare.main(command(path, tmp_path / 'clean', *more, '--overwrite'))
-        assert contents(tmp_path / 'd') == contents(tmp_path / 'clean')
-        shutil.rmtree(tmp_path / 'd')
+    assert killed(20, command(path, tmp_path / 'd'), tmp_path / 'd') == 9
+    path.write_text(path.read_text() + new_row)
+    for name in 'd', 'clean':
+        prepare.main(command(path, tmp_path / name, *options))
+    assert contents(tmp_path / 'd') == contents(tmp_path / 'clean')
+
+
+def test_the_same_command_again_does_nothing(rows, tmp_path, capsys):
+    prepare.main(command(rows, tmp_path / 'd'))
+    before = (tmp_path / 'd/meta.json').stat().st_mtime_ns
+    prepare.main(command(rows, tmp_path / 'd'))
+    assert (tmp_path / 'd/meta.json').stat().st_mtime_ns == before
+
+
+def test_another_command_does_not_replace_a_dataset(rows, tmp_path, capsys, monkeypatch):
+    prepare.main(command(rows, tmp_path / 'd'))
+    before = contents(tmp_path / 'd')
+    line = fails(capsys, monkeypatch, prepare.main, *command(rows, tmp_path / 'd',
+                                                             '--val_fraction=0.3'))
+    for word in ('val_fraction', '0.3', '--overwrite', '--data_dir'):
+        assert word in line
+    assert contents(tmp_path / 'd') == before
 
 
 def test_two_at_once_in_one_folder_are_refused(rows, tmp_path, capsys, monkeypatch):
-    argv = command(rows, tmp_path / 'd')
     (tmp_path / 'd').mkdir()
     with locked(tmp_path / 'd', ''):
-        assert 'another prepare.py' in fails(capsys, monkeypatch, prepare.main, *argv)
-    prepare.main(argv)
+        assert str(tmp_path / 'd') in fails(capsys, monkeypatch, prepare.main,
+                                            *command(rows, tmp_path / 'd'))

@@ -1,14 +1,13 @@
 """End-of-text tokens that are spelled out in text separate documents."""
 
-import pytest
-from corpus_files import write_files, write_rows
+import io
+from itertools import pairwise
+from pathlib import Path
 
-import prepare
-from plaingpt.data import text_files
-from plaingpt.data.dataset import open_dataset
-from plaingpt.data.documents import Files
-from plaingpt.data.rows import TextReader
-from plaingpt.data.text_files import Separators
+import pytest
+from corpus_files import prepared, write_rows
+
+from plaingpt.data.text_files import Separators, documents_of
 
 EOT = '<|endoftext|>'
 STORIES = ['One day.\nIt rained.\n', '"Hi!" he said.\n', 'The end.']
@@ -24,49 +23,34 @@ MENTIONS = [f'the token {EOT} ends a text\n', f"eot = '{EOT}'\n", f'f("{EOT}", 1
             f'x={EOT}\n', f'print("{EOT}")']
 
 
-@pytest.mark.parametrize('block', [1, 150, 2**20])
-def test_an_end_of_text_token_between_documents_separates_them(block, tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, 'BLOCK_CHARS', block)
-    for text, wanted in SEPARATED:
-        [path] = write_files(tmp_path / 'in', text).iterdir()
-        source = Files([path], 'in', TextReader())
-        assert not source.is_one_text
-        found = ['']
-        for piece in source.pieces():
-            found += [''] * piece.new_document
-            found[-1] += piece.text
-        assert found[1:] == wanted
-        path.unlink()
-        path.parent.rmdir()
+class Slow(io.StringIO):
+    """A text that gives a few characters at a time."""
+
+    def read(self, size):
+        return super().read(7)
 
 
-def test_text_that_mentions_the_token_stays_whole(tmp_path, capsys):
-    for text in MENTIONS:
-        separators = Separators()
-        assert separators.split(text) == [text] and separators.mentions and not separators.count
-    [path] = write_files(tmp_path / 'in', ''.join(MENTIONS)).iterdir()
-    source = Files([path], 'in', TextReader())
-    assert source.is_one_text
-    source.report()
-    assert 'kept as text' in capsys.readouterr().out
+@pytest.mark.parametrize('open_text', [io.StringIO, Slow])
+@pytest.mark.parametrize(('text', 'documents'), SEPARATED)
+def test_an_end_of_text_token_between_documents_separates_them(text, documents, open_text):
+    pieces = [*documents_of(open_text(text, newline=''), Separators())]
+    begins = [i for i, (_, new_document) in enumerate(pieces) if new_document]
+    assert [''.join(piece for piece, _ in pieces[i:j])
+            for i, j in pairwise([*begins, len(pieces)])] == documents
 
 
-@pytest.mark.parametrize('tokenizer', ['char', 'byte', 'bpe:300'])
-def test_separated_documents_are_documents_in_files_lines_and_rows(tokenizer, tmp_path, capsys):
+@pytest.mark.parametrize('text', MENTIONS)
+def test_text_that_mentions_the_token_stays_whole(text):
+    separators = Separators()
+    assert separators.split(text) == [text]
+    assert separators.mentions
+
+
+@pytest.mark.parametrize('argv', [['a.txt'], ['a.jsonl'], ['a.txt', '--documents=line']])
+def test_the_token_separates_documents_in_every_kind_of_file(argv, tmp_path):
     stories = [f'Story {i} is not long.\n' for i in range(300)]
-    (tmp_path / 'a.txt').write_text(f'{EOT}\n'.join(stories))
+    Path('a.txt').write_text(f'{EOT}\n'.join(stories))
     write_rows(tmp_path / 'a.jsonl', [f'{EOT}\n'.join(stories[i:i + 10])
                                       for i in range(0, 300, 10)])
-    contents = {}
-    for name, *options in (['a.txt'], ['a.jsonl'], ['a.txt', '--documents=line']):
-        prepare.main(['text', f'{tmp_path}/{name}', f'--tokenizer={tokenizer}', *options,
-                      f'--data_dir={tmp_path}/d', '--overwrite'])
-        assert f'{EOT} separated documents at ' in capsys.readouterr().out
-        dataset = open_dataset(tmp_path / 'd')
-        assert sum(entry['documents'] for entry in dataset.meta['splits'].values()) == 300
-        ids = dataset.split('train').read(0, 10**9)
-        assert EOT not in dataset.tokenizer().decode(ids[ids < 256 + 40].tolist())
-        contents[name, *options] = ids.tolist()
-    assert contents['a.txt',] == contents['a.jsonl',]
-
-
+    train, val = prepared(tmp_path / 'd', 'text', *argv)
+    assert sorted(story.strip() for story in train + val) == sorted(map(str.strip, stories))

@@ -46,7 +46,7 @@ def test_the_tokenizer_tells_what_opens_a_document(chat):
 
 
 def test_document_attention_is_refused_where_no_token_opens_a_document(chat):
-    with pytest.raises(UserError, match='document_attention=True.*data/char'):
+    with pytest.raises(UserError, match=r'document_attention=True.*data/char'):
         train.main([*chat, '--document_attention', '--dataset=char'])
 
 

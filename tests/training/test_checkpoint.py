@@ -110,7 +110,7 @@ def test_a_checkpoint_is_named_by_latest_or_best_or_its_iteration(three):
     for which, iter_num in (('latest', 50), ('best', 20), ('40', 40)):
         assert checkpoints.find(three, which).iter_num == iter_num
     for which in ('15', 'bst'):
-        with pytest.raises(UserError, match='latest, best .*20, 40, 50'):
+        with pytest.raises(UserError, match=r'latest, best .*20, 40, 50'):
             checkpoints.find(three, which)
 
 

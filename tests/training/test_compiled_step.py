@@ -135,19 +135,22 @@ def norms_in_float32():
     library._destroy()
 
 
-def test_blocks_compute_and_cache_bfloat16_where_norms_give_float32(
-        norms_in_float32, monkeypatch):
-    gpt, seen = GPT(replace(SMALL, **NEWER)), []
-    monkeypatch.setattr('torch.nn.functional.scaled_dot_product_attention',
-                        lambda q, k, v, **_: seen.append((q, k, v)) or q)
-    gpt.transformer.h[0].mlp.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
+def test_blocks_compute_in_bfloat16_where_norms_give_float32(norms_in_float32):
+    gpt, dtypes = GPT(replace(SMALL, **NEWER)), []
+
+    def attention(q, k, v, **_):  # of the cache, too
+        dtypes.extend([q.dtype, k.dtype, v.dtype])
+        return q
+
+    for block in gpt.transformer.h:
+        block.attn.attention = attention
+        block.mlp.register_forward_pre_hook(lambda _, inputs: dtypes.append(inputs[0].dtype))
     with torch.autocast('cpu', dtype=torch.bfloat16):
-        normed = gpt.transformer.ln_f(torch.ones(2, 32, dtype=torch.bfloat16))
+        assert gpt.transformer.ln_f(torch.ones(2, 32).bfloat16()).dtype == torch.float32
         gpt(torch.randint(65, (2, 16)))
         gpt.eval()
         cache = KVCache(gpt.config, 16, CPU)
         cache.begin([0])
         cache.advance(9)
         gpt.hidden(torch.randint(65, (1, 9)), cache)
-    assert normed.dtype == torch.float32 and len(seen) == 6
-    assert {t.dtype for tensors in seen for t in tensors} == {torch.bfloat16}
+    assert dtypes == [torch.bfloat16] * 16

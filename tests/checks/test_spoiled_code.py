@@ -67,11 +67,6 @@ def reading_targets(when):
     return replaced(model.GPT, 'forward', lambda _: forward)
 
 
-def softmax_over_nothing(q, k, v, **_):
-    future_and_now = torch.ones(q.size(2), q.size(2), dtype=torch.bool).triu()
-    return (q @ k.mT).masked_fill(future_and_now, float('-inf')).softmax(dim=-1) @ v
-
-
 def detached_before_each_mlp(self, x, *rest):
     x = (x + self.attn(self.ln_1(x), *rest)).detach()
     return x + self.mlp(self.ln_2(x))
@@ -128,13 +123,6 @@ def validation_is_training_text(opened):
     return open_batches
 
 
-def epoch_of_little_text(init):
-    def __init__(self, *arguments, **rest):
-        init(self, *arguments, **rest)
-        self.sequences_per_epoch //= self.block_size
-    return __init__
-
-
 def loss_of(counts, when=lambda gpt: True, rows=None):
     """Where when(model), only targets at the positions counts(T) of the first `rows` count."""
     def change(original):
@@ -188,8 +176,6 @@ SPOILED = {
         ('rotary is not applied', replaced(
             model, 'rotate', lambda _: lambda x, cos, sin: x), {'rotary': True})],
     'initial_loss_is_about_ln_vocab_size': [
-        ('softmax over nothing', replaced(
-            F, 'scaled_dot_product_attention', lambda _: softmax_over_nothing), {}),
         ('initialized ten times too large', other_weights(
             lambda gpt: [p.mul_(10) for p in gpt.parameters() if p.dim() == 2]),
          {'n_embd': 128})],
@@ -241,9 +227,7 @@ SPOILED = {
             ids(self, 0, micro)), {}),
         ('the same micro-batch', replaced(
             BatchLoader, 'sequence_ids', lambda ids: lambda self, step, micro:
-            ids(self, step, 0)), {}),
-        ('an epoch leaves text out', replaced(
-            BatchLoader, '__init__', epoch_of_little_text), {})],
+            ids(self, step, 0)), {})],
     'sequences_are_shuffled': [('text in its order', in_order, {})],
     'every_target_counts': [
         ('the loss is that of the last token', loss_of(lambda T: torch.arange(T) == T - 1), {}),

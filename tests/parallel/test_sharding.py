@@ -3,13 +3,12 @@
 import math
 import os
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from processes import launch, options
-from runs import TINY, change_steps, lines, model_of, same, weights
+from runs import TINY, change_steps, lines, model_of
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor
 
@@ -52,20 +51,6 @@ def saved(folder, optimizer='adamw'):
     for name, p in model.named_parameters():
         tensors |= {f'{name}/{key}': value for key, value in made.state[p].items()}
     return tensors
-
-
-def test_a_model_on_the_meta_device_has_its_buffers():
-    with sharding.parameters_on_meta():
-        gpt = GPT(replace(SMALL, rotary=True))
-    assert all(p.is_meta for p in gpt.parameters())
-    assert gpt.lm_head.weight is gpt.transformer.wte.weight
-    assert torch.equal(gpt.cos, GPT(gpt.config).cos)
-
-
-def test_a_sharded_run_starts_from_the_weights_of_one_process(run, tmp_path):
-    for name, processes in (('one', 1), ('two', 2)):
-        run(name, '--max_iters=1', '--learning_rate=0', '--min_lr=0', processes=processes)
-    assert same(weights(tmp_path / 'one'), weights(tmp_path / 'two'))
 
 
 def test_a_bad_step_of_one_process_moves_no_weight(run, tmp_path, monkeypatch, muon_in_float32):

@@ -167,15 +167,6 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_gives_way_to_a_newer_one(
     assert (model_of(found).lm_head.weight == 20).all()
 
 
-def test_verified_weights_can_be_read_though_the_run_removes_them(model, save, tmp_path):
-    save()
-    found = checkpoints.find(tmp_path, kinds=('model',))
-    shutil.rmtree(found.path)
-    assert same(model_of(found).parameters(), model.parameters())
-    with pytest.raises(OSError, match='iter-00000001'):
-        found.load_optimizer(None, model)
-
-
 def test_the_evaluation_is_added_to_a_checkpoint_of_the_same_iteration(save, tmp_path):
     found, again = save(10, val_loss=None), save(10, val_loss=1.5)
     assert again.state == {**found.state, 'val_loss': 1.5}

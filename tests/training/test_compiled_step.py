@@ -7,7 +7,6 @@ import torch
 from runs import HostReads, lines
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.profiler import ProfilerActivity, profile
@@ -15,10 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 import train
 from model import GPT, GPTConfig
 from plaingpt.experiments.speed import new_step, time_step
-from plaingpt.inference.generation import KVCache
 from plaingpt.parallel.blocks import apply_activation_checkpointing, compile_blocks
-from plaingpt.system.devices import keep_compiled_graphs
-from plaingpt.training.loss import chunked_cross_entropy
 from plaingpt.training.optimizers import OPTIMIZERS
 from plaingpt.training.settings import TrainConfig
 
@@ -26,9 +22,6 @@ SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32,
                   document_attention=True, document_start=0)
 CPU = torch.device('cpu')
 COMPILE = torch.compile
-NEWER = dict(rotary=True, qk_norm=True, mlp='relu2', conv=3, tied_head=False, bias=False)
-
-
 @pytest.fixture
 def compile_with(monkeypatch):
     """compile_with(backend): torch.compile uses it, and must not break a graph."""
@@ -100,57 +93,3 @@ def test_a_compiled_block_recomputes_what_its_kind_says(kind, n, compile_with):
             x.sum().backward()
     [matmuls] = [event.count for event in prof.key_averages() if event.key == 'aten::mm']
     assert matmuls == 2 * n + 2  # in two layers and the head
-
-
-def test_a_compiled_step_can_be_cached_on_disk(compile_with):
-    checked = []
-
-    def backend(graph, _):
-        checked.append(check_cacheable(graph))  # raises what keeps torch from it
-        return graph
-
-    compile_with(backend)
-    gpt = GPT(replace(SMALL, **NEWER))
-    gpt.loss_function = partial(chunked_cross_entropy, chunk=24)
-    apply_activation_checkpointing(gpt, 'selective')
-    idx = torch.randint(65, (2, 16))
-    with torch.autocast('cpu', dtype=torch.bfloat16):
-        keep_compiled_graphs()
-        torch.compile(gpt)(idx, idx)
-    assert checked
-
-
-@pytest.fixture
-def norms_in_float32():
-    """As under CUDA's autocast: a CPU's leaves them in bfloat16."""
-    def in_float32(operator, *args):
-        with torch.autocast('cpu', enabled=False):
-            return operator(*[x.float() if isinstance(x, torch.Tensor) else x for x in args])
-
-    library = torch.library.Library('aten', 'IMPL')
-    for name in ('layer_norm', 'rms_norm'):
-        operator = getattr(torch.ops.aten, name).default
-        library.impl(name, partial(in_float32, operator), 'AutocastCPU')
-    yield
-    library._destroy()
-
-
-def test_blocks_compute_in_bfloat16_where_norms_give_float32(norms_in_float32):
-    gpt, dtypes = GPT(replace(SMALL, **NEWER)), []
-
-    def attention(q, k, v, **_):  # of the cache, too
-        dtypes.extend([q.dtype, k.dtype, v.dtype])
-        return q
-
-    for block in gpt.transformer.h:
-        block.attn.attention = attention
-        block.mlp.register_forward_pre_hook(lambda _, inputs: dtypes.append(inputs[0].dtype))
-    with torch.autocast('cpu', dtype=torch.bfloat16):
-        assert gpt.transformer.ln_f(torch.ones(2, 32).bfloat16()).dtype == torch.float32
-        gpt(torch.randint(65, (2, 16)))
-        gpt.eval()
-        cache = KVCache(gpt.config, 16, CPU)
-        cache.begin([0])
-        cache.advance(9)
-        gpt.hidden(torch.randint(65, (1, 9)), cache)
-    assert dtypes == [torch.bfloat16] * 16

@@ -259,12 +259,6 @@ def block_checkpoints(tmp_path, monkeypatch):
     return block_checkpoints
 
 
-def test_a_file_in_the_place_of_checkpoints_is_refused(tiny, tmp_path, capsys, monkeypatch):
-    (tmp_path / 'out').mkdir()
-    (tmp_path / 'out/checkpoints').touch()
-    assert 'out/checkpoints' in fails(capsys, monkeypatch, train.main, *tiny)
-
-
 def test_a_save_that_fails_does_not_hide_the_first_error(
         tiny, capsys, monkeypatch, block_checkpoints):
     block_checkpoints(UserError('the first error'))

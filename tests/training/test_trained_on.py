@@ -50,9 +50,3 @@ def test_what_a_run_was_trained_on_is_kept_in_its_folder(run, tmp_path):
     run('third', 'b', init_from='b')  # into its own folder
     assert (tmp_path / 'b/old-001/trained_on.npz').read_bytes() == before
     assert len(read_sketches(tmp_path / 'b/trained_on.npz')) == 3
-
-
-def test_nothing_is_told_of_a_run_without_the_file(run, tmp_path):
-    run('first', 'a')
-    (tmp_path / 'a/trained_on.npz').unlink()
-    assert run('second', 'b', init_from='a') is None

@@ -1,16 +1,11 @@
 """The preflight refuses no sound run: from new or overfitted weights, on many kinds of text."""
 
-import random
-from types import SimpleNamespace
 
 import pytest
 from processes import options
 from sample_data import ask, prepare_corpora, write_chat
 
-import prepare
 import train
-from plaingpt.checks.data_checks import tokens_match_the_tokenizer
-from plaingpt.data.dataset import open_dataset
 
 SHAPE = dict(n_layer=2, n_head=2, n_embd=32, block_size=32)
 RUN = dict(batch_size=4, gradient_accumulation_steps=1, eval_iters=2, warmup_iters=2, device='cpu',
@@ -36,19 +31,6 @@ def overfit(texts):
     train.main(options(**SHAPE, **RUN, dataset=texts / 'line', out_dir=texts / 'overfit',
                        max_iters=200, learning_rate=1e-2, eval_interval=1000, check=False))
     return texts / 'overfit'
-
-
-@pytest.mark.parametrize(('first', 'last'), [(0xe01, 0xe2e), (0x1f300, 0x1f64f), (0, 255)],
-                         ids=['Thai', 'emoji', 'Latin-1'])
-def test_random_letters_match_the_tokenizer_that_made_them(first, last, tmp_path):
-    letters = random.Random(0)
-    text = ''.join(chr(letters.randint(first, last)) for _ in range(20_000))
-    (tmp_path / 'text.txt').write_text(text, encoding='utf-8')
-    prepare.main(['text', f'--input={tmp_path}/text.txt', '--tokenizer=bpe:4096',
-                  f'--data_dir={tmp_path}/data'])
-    data = open_dataset(tmp_path / 'data')
-    run = SimpleNamespace(dataset=data, train_data=data.loader('train', 32, 4))
-    assert tokens_match_the_tokenizer(run) is None
 
 
 @pytest.mark.parametrize('recipe', [

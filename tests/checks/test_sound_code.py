@@ -10,8 +10,6 @@ from runs import CHECKED, change_batches
 import model
 import train
 from configurator import load_config
-from plaingpt.checks import preflight
-from plaingpt.system import devices
 from plaingpt.training.settings import TrainConfig
 
 FLAGS = {
@@ -138,15 +136,3 @@ def test_masked_targets_pass(patch, failed):
     change_batches(patch, lambda idx, targets: (
         idx, targets.where(torch.arange(idx.size(1)) % 2 == 1, -1)))  # the last one counts
     assert failed() == []
-
-
-def test_the_checks_compute_in_full_float32(patch, tiny):
-    seen = []
-    patch(preflight, 'make', lambda made: lambda *args: seen.append(
-        torch.get_float32_matmul_precision()) or made(*args))
-    patch(devices, 'prepare_device', lambda _: lambda _: torch.set_float32_matmul_precision('high'))
-    train.main([*tiny, '--check'])
-    after = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision('highest')
-    assert seen == ['highest'] * 2
-    assert after == 'high'

@@ -175,22 +175,6 @@ def test_an_automatic_batch_trains_as_one_that_was_asked_for(tiny, tmp_path, fre
     assert same(weights('auto'), weights('8'))
 
 
-def test_a_planned_batch_that_does_not_fit_is_halved(monkeypatch):
-    tried = []
-
-    def fits(shape, config, dtype, device):
-        assert config.batch_size * config.accumulation() == 24
-        tried.append(config.batch_size)
-        return config.batch_size <= 5
-
-    monkeypatch.setattr(memory, 'step_fits', fits)
-    config = settings(SHALLOW, 'auto', total_batch_size=24 * 1024)
-    planned = predict(SHALLOW, replace(config, batch_size=12), 'bfloat16', 'cuda').total
-    chosen = memory.with_planned_batch(config, SHALLOW, 'bfloat16', CUDA, planned)
-    assert tried == [12, 6, 3]
-    assert chosen.batch_size == 3
-
-
 @pytest.mark.parametrize(('changes', 'names'), [
     (['--n_layer=1000', '--n_embd=20000'], 'n_layer=1000'),
     (['--batch_size=100000000'], 'batch_size=100000000'),

@@ -122,21 +122,6 @@ def test_a_resumed_run_with_another_batch_size_evaluates_the_same_sequences(tiny
     assert f'{expected:.4f}' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('dtype', ['float16', 'bfloat16'])
-def test_a_run_can_be_resumed_in_another_dtype(dtype, tiny, out):
-    train.main([*tiny, f'--dtype={dtype}', '--init_from=resume', '--max_iters=7'])
-    assert lines(out, 'loss')[-1]['loss'] < 5
-
-
-def test_a_run_that_patience_ended_stays_ended(tiny, tmp_path):
-    # without a learning rate no evaluation is better than that after the first step
-    tiny = [*tiny, '--init_from=auto', '--eval_interval=1', '--max_iters=4', '--learning_rate=0',
-            '--min_lr=0', '--eval_iters=1']
-    for patience, end in ((2, 3), (2, 3), (0, 4)):
-        train.main([*tiny, f'--patience={patience}'])
-        assert checkpoints.find(tmp_path / 'out').iter_num == end
-
-
 # -----------------------------------------------------------------------------
 # the settings of a resumed run
 

@@ -55,6 +55,11 @@ class HostReads(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+def in_background(Saver, *arguments, **how):
+    """A Saver that writes while training goes on, as on CUDA."""
+    return Saver(*arguments, **{**how, 'background': True})
+
+
 def after_init(patch, change):
     """change(model) happens to each GPT that is made. patch: a fixture of tests/checks"""
     def changed(init):

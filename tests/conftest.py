@@ -19,6 +19,7 @@ from runs import TINY
 
 import prepare
 import train
+from plaingpt.training import optimizers
 
 settings.register_profile('busy', deadline=None)  # the first example pays for imports
 settings.load_profile('busy')
@@ -91,6 +92,12 @@ def trained(char_data, tmp_path_factory):
 def chat_model(tmp_path_factory):
     """An out_dir with a tiny model that knows the answers of chat_model.py."""
     return train_chat_model(tmp_path_factory.mktemp('tuned') / 'tuned')
+
+
+@pytest.fixture
+def muon_in_float32(monkeypatch):
+    """Muon rounds nothing to bfloat16."""
+    monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda: False)
 
 
 @pytest.fixture

@@ -98,3 +98,12 @@ def prepare_corpora(folder, texts):
         prepare.main(['text', f'--input={folder}/{name}.txt', '--tokenizer=byte',
                       f'--data_dir={folder}/data/{name}'])
     return folder
+
+
+def prepare_documents(folder, texts):
+    """Prepare a dataset by bytes in which each text is a document → the folder."""
+    rows = folder.with_suffix('.jsonl')
+    rows.parent.mkdir(parents=True, exist_ok=True)
+    rows.write_text(''.join(json.dumps({'text': text}) + '\n' for text in texts if text))
+    prepare.main(['text', f'--input={rows}', '--tokenizer=byte', f'--data_dir={folder}'])
+    return folder

@@ -1,8 +1,9 @@
 import pytest
-from sample_data import ask, conversations, prepare_corpora, write_chat
+from sample_data import ask, conversations, prepare_corpora, prepare_documents, write_chat
 
 import prepare
 import train
+from plaingpt.training import monitor
 
 
 @pytest.fixture
@@ -17,14 +18,22 @@ def all_checkpoints(monkeypatch):
     monkeypatch.setattr(train, 'KEPT', 1000)
 
 
+@pytest.fixture
+def no_plots(monkeypatch):
+    """A run with --report=True spends no second on its plots."""
+    monkeypatch.setattr(monitor, 'write_report', lambda *_: None)
+
+
 @pytest.fixture(scope='session')
 def corpora(text_file, tmp_path_factory):
-    """A folder with the datasets data/char, data/byte, data/code, data/prose and data/chat. Some
-    questions of data/chat fill a sequence: with one in a micro-batch, nothing of it is learned."""
+    """A folder with the datasets data/char, data/byte, data/documents, data/code, data/prose and
+    data/chat. Some questions of data/chat fill a sequence: with one in a micro-batch, nothing of it
+    is learned."""
     folder, text = tmp_path_factory.mktemp('corpora'), text_file.read_text()
     prepare_corpora(folder, {'byte': text, 'code': text[:6000], 'prose': text[6000:60_000]})
     prepare.main(['text', f'--input={text_file}', '--tokenizer=char',
                   f'--data_dir={folder}/data/char'])
+    prepare_documents(folder / 'data/documents', text.splitlines())
     write_chat(folder / 'data/chat', conversations(150) + [ask('?' * 150, 'ab')] * 20,
                conversations(20, seed=1))
     return folder

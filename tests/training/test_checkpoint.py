@@ -3,16 +3,14 @@ import os
 import random
 import shutil
 from dataclasses import asdict
-from functools import partial
 from unittest.mock import Mock
 
 import pytest
 import torch
 from runs import model_of, same
-from safetensors.torch import load_file
 
 from model import GPT, GPTConfig
-from plaingpt.system.devices import rng_state, set_rng_state
+from plaingpt.system.devices import rng_state
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training.optimizers import build_optimizer
@@ -58,17 +56,9 @@ def iterations(out_dir, kinds=KINDS):
     return [c.iter_num for c in checkpoints.intact(checkpoints.checkpoint_paths(out_dir), kinds)]
 
 
-@pytest.mark.parametrize('kilobytes', [500_000, 5])
-def test_weights_and_optimizer_come_back_bit_for_bit_in_files_no_larger_than_asked(
-        model, optimizer, save, monkeypatch, kilobytes):
-    monkeypatch.setattr(checkpoints, 'CHUNK_BYTES', 1000 * kilobytes)
+def test_a_checkpoint_round_trip_changes_no_bit(model, optimizer, save, monkeypatch):
+    monkeypatch.setattr(checkpoints, 'CHUNK_BYTES', 5000)  # most tensors are split
     found = save()
-    names = set()
-    for path in found.path.glob('*.safetensors'):
-        tensors = load_file(path)
-        assert sum(t.nbytes for t in tensors.values()) <= 1000 * kilobytes
-        names |= {key.partition('[')[0] for key in tensors}
-    assert {name for name in names if '/' not in name} == dict(model.named_parameters()).keys()
     again = model_of(found)
     assert same(model.parameters(), again.parameters())
     fresh = build_optimizer(again, TrainConfig(learning_rate=5e-4))
@@ -79,33 +69,38 @@ def test_weights_and_optimizer_come_back_bit_for_bit_in_files_no_larger_than_ask
     assert fresh.param_groups[0]['lr'] == 5e-4  # the config's to say, not the checkpoint's
 
 
-def test_random_numbers_go_on_where_they_were(save):
-    state = save().state['rng']
-    expected = torch.rand(5)
-    for rank, goes_on in ((0, True), (1, False)):  # rank 1 is one that the saved run did not have
-        torch.manual_seed(99)
-        set_rng_state(state, rank, CPU)
-        assert torch.equal(torch.rand(5), expected) == goes_on
-
-
-def test_latest_best_and_a_number_name_one_of_the_checkpoints_that_are_kept(
-        save, tmp_path, capsys):
+def test_the_newest_checkpoints_are_kept_besides_the_best(save, tmp_path):
     for iter_num, val_loss in ((10, 3.0), (20, 1.0), (30, None), (40, 2.0), (50, 2.5)):
         save(iter_num, val_loss, keep=2)
     assert iterations(tmp_path) == [50, 40, 20]
-    assert checkpoints.find(tmp_path).iter_num == 50
-    (tmp_path / 'checkpoints/iter-00000050/state.json').write_text('damaged')
-    (tmp_path / 'checkpoints/iter-00000040/optimizer-00001-of-00001.safetensors').unlink()
-    for which, kinds, iter_num in (('latest', (), 40), ('latest', KINDS, 20), ('best', (), 20),
-                                   ('20', KINDS, 20)):
-        assert checkpoints.find(tmp_path, which, kinds).iter_num == iter_num
-    assert 'iter-00000050/state.json is damaged' in capsys.readouterr().err
-    (tmp_path / 'checkpoints/iter-00000020/model-00001-of-00001.safetensors').unlink()
-    assert checkpoints.find(tmp_path, 'best', ('model',)).iter_num == 40
-    for which, words in (('15', 'latest, best and 20, 40, 50'), ('bst', 'latest, best and'),
-                         (50, 'is damaged')):
-        with pytest.raises(UserError, match=words):
-            checkpoints.find(tmp_path, which)
+
+
+@pytest.fixture
+def three(save, tmp_path):
+    """The out_dir of a run with the checkpoints 20, the best, 40 and 50."""
+    for iter_num, val_loss in ((20, 1.0), (40, 2.0), (50, 2.5)):
+        save(iter_num, val_loss, keep=3)
+    return tmp_path
+
+
+def test_damaged_checkpoints_are_skipped(three, capsys):
+    (three / 'checkpoints/iter-00000050/state.json').write_text('damaged')
+    (three / 'checkpoints/iter-00000040/optimizer-00001-of-00001.safetensors').unlink()
+    assert checkpoints.find(three).iter_num == 40
+    assert checkpoints.find(three, kinds=KINDS).iter_num == 20
+    assert 'iter-00000050/state.json' in capsys.readouterr().err
+    (three / 'checkpoints/iter-00000020/model-00001-of-00001.safetensors').unlink()
+    assert checkpoints.find(three, 'best', ('model',)).iter_num == 40
+    with pytest.raises(UserError, match='iter-00000050'):
+        checkpoints.find(three, 50)
+
+
+def test_a_checkpoint_is_named_by_latest_or_best_or_its_iteration(three):
+    for which, iter_num in (('latest', 50), ('best', 20), ('40', 40)):
+        assert checkpoints.find(three, which).iter_num == iter_num
+    for which in ('15', 'bst'):
+        with pytest.raises(UserError, match=r'latest, best .*20, 40, 50'):
+            checkpoints.find(three, which)
 
 
 def test_a_save_in_the_background_writes_what_the_weights_were(model, optimizer, tmp_path):
@@ -120,72 +115,58 @@ def test_a_save_in_the_background_writes_what_the_weights_were(model, optimizer,
 
 
 @pytest.mark.parametrize('background', [False, True])
-def test_a_save_that_fails_is_told_and_leaves_the_one_before(
-        model, optimizer, save, tmp_path, monkeypatch, capsys, background):
-    full_disk = Mock(side_effect=OSError(28, 'No space left on device'))
+@pytest.mark.parametrize('writes', ['save_file', 'write_json'])
+def test_a_save_that_fails_leaves_the_one_before(
+        writes, background, model, optimizer, save, tmp_path, monkeypatch, capsys):
     save(10)
     saver = checkpoints.Saver(tmp_path, background=background)
-    for name, iter_num in (('save_file', 20), ('write_json', 30)):
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoints, name, full_disk)
-            saver.save(model, optimizer, {**STATE, 'iter_num': iter_num}, rng_state(CPU))
-            saver.wait()
-        err = capsys.readouterr().err
-        assert saver.failed and 'No space left' in err and 'earlier ones stay' in err
-        assert os.listdir(tmp_path / 'checkpoints') == ['iter-00000010']  # it frees the disk
-    saver.save(model, optimizer, {**STATE, 'iter_num': 40}, rng_state(CPU))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, writes, Mock(side_effect=OSError(28, 'No space left')))
+        saver.save(model, optimizer, {**STATE, 'iter_num': 20}, rng_state(CPU))
+        saver.wait()
+    assert saver.failed
+    assert 'No space left' in capsys.readouterr().err
+    assert os.listdir(tmp_path / 'checkpoints') == ['iter-00000010']  # it frees the disk
+    saver.save(model, optimizer, {**STATE, 'iter_num': 30}, rng_state(CPU))
     saver.wait()
-    assert not saver.failed and iterations(tmp_path)[0] == 40
+    assert not saver.failed
+    assert iterations(tmp_path) == [30, 10]
 
 
 @pytest.mark.parametrize('which', ['latest', 'best'])
-def test_a_checkpoint_that_its_run_removes_meanwhile_gives_way_to_the_one_that_is_there_then(
-        which, model, save, tmp_path, monkeypatch, capsys):
-    for iter_num in (10, 20, 30):  # each is better than the one before
+@pytest.mark.parametrize('reads', ['read_json', 'sha256_of'])
+def test_a_checkpoint_that_its_run_removes_meanwhile_gives_way_to_a_newer_one(
+        reads, which, model, save, tmp_path, monkeypatch):
+    for iter_num in (10, 20):  # each is better than the one before
         model.lm_head.weight.data.fill_(iter_num)
-        save(iter_num, 1 / iter_num, keep=3)
-    real = {name: getattr(checkpoints, name) for name in ('read_json', 'sha256_of', 'safe_open')}
-    calls, out = [], tmp_path / 'out'
+        save(iter_num, 1 / iter_num, keep=2)
+    older, newer = (tmp_path / f'checkpoints/iter-000000{n}' for n in (10, 20))
+    newer.rename(tmp_path / 'later')
+    read = getattr(checkpoints, reads)
 
-    def train_on():  # save the third, and then remove the others
-        shutil.copytree(tmp_path / 'checkpoints/iter-00000030', out / 'checkpoints/iter-00000030')
-        for path in checkpoints.checkpoint_paths(out)[:2]:
-            shutil.rmtree(path.rename(path.with_suffix('.tmp')))
+    def read_after_the_next_save(*arguments):
+        if older.exists():
+            (tmp_path / 'later').rename(newer)
+            shutil.rmtree(older)
+        return read(*arguments)
 
-    def call(name, *arguments, **options):
-        calls.append(name)
-        if len(calls) == moment:
-            train_on()
-        return real[name](*arguments, **options)
-
-    for name in real:
-        monkeypatch.setattr(checkpoints, name, partial(call, name))
-    for moment in range(1, 10):  # before each time that something is read
-        calls.clear()
-        for name in ('iter-00000010', 'iter-00000020'):
-            shutil.copytree(tmp_path / 'checkpoints' / name, out / 'checkpoints' / name)
-        found = checkpoints.find(out, which, ('model',))
-        if len(calls) < moment:
-            break
-        assert (model_of(found).lm_head.weight == 30).all() and found.iter_num == 30
-        shutil.rmtree(out)
-    train_on()  # what was found can be read though it is removed
-    assert (model_of(found).lm_head.weight == 20).all() and {*calls} == {*real}
-    assert 'damaged' not in capsys.readouterr().err
-    with pytest.raises(OSError, match='iter-00000020 was removed'):
-        found.load_optimizer(None, model)
+    monkeypatch.setattr(checkpoints, reads, read_after_the_next_save)
+    found = checkpoints.find(tmp_path, which, ('model',))
+    assert found.iter_num == 20
+    assert (model_of(found).lm_head.weight == 20).all()
 
 
 def test_the_evaluation_is_added_to_a_checkpoint_of_the_same_iteration(save, tmp_path):
     found, again = save(10, val_loss=None), save(10, val_loss=1.5)
-    assert again.state == {**found.state, 'val_loss': 1.5} and iterations(tmp_path) == [10]
+    assert again.state == {**found.state, 'val_loss': 1.5}
+    assert iterations(tmp_path) == [10]
 
 
 # -----------------------------------------------------------------------------
 # damage
 
 
-def test_every_flipped_bit_is_found_by_name(save, tmp_path):
+def test_every_flipped_bit_is_found(save, tmp_path):
     found, fresh = save(), GPT(CONFIG)
     before = [p.detach().clone() for p in fresh.parameters()]
     files, chance = sorted(found.path.iterdir()), random.Random(0)
@@ -197,16 +178,16 @@ def test_every_flipped_bit_is_found_by_name(save, tmp_path):
         assert not list(checkpoints.intact([found.path], KINDS, problems.append)), (path, at)
         assert len(problems) == 1 and path.name in problems[0]
         if path.name.startswith('model'):
-            with pytest.raises(UserError, match=f'{path.name} is damaged'):
+            with pytest.raises(UserError, match=path.name):
                 found.load_into(fresh)
         path.write_bytes(data)
     assert iterations(tmp_path) == [1] and same(fresh.parameters(), before)  # none was used
 
 
-def test_weights_of_another_architecture_are_refused_by_name(save):
+def test_weights_of_another_architecture_are_refused(save):
     found = save()
     for other in (dict(n_layer=3), dict(n_layer=1), dict(n_embd=64)):
-        with pytest.raises(UserError, match=r"there does not fit.* another architecture"):
+        with pytest.raises(UserError, match='iter-00000001'):
             found.load_into(GPT(GPTConfig(**{**asdict(CONFIG), **other})))
 
 
@@ -214,6 +195,6 @@ def test_weights_that_are_not_finite_are_not_saved(model, save, tmp_path):
     save(10)
     with torch.no_grad():
         model.lm_head.weight[3, 3] = math.inf
-    with pytest.raises(UserError, match=r'after iteration 20: .*wte.weight is not finite'):
+    with pytest.raises(UserError, match=r'iteration 20.*wte.weight'):
         save(20)
     assert iterations(tmp_path) == [10]

@@ -1,13 +1,12 @@
-"""Runs that start from models of others: prepared, tuned, measured, exported, answered."""
+"""Runs that start from pretrained models: prepare, tune, export, chat."""
 
 import json
 import random
 
 import pytest
-import torch
 from foreign_models import opened, save_model, save_tokenizer
 from processes import ROOT, launch, options
-from runs import lines, model_of
+from runs import lines, model_of, same, weights
 from sample_data import ask
 
 import export
@@ -24,11 +23,8 @@ RECIPE = [str(ROOT / 'config/finetune_chat.py'), *options(
 
 def questions(n):
     rng = random.Random(0)
-    found = []
-    for _ in range(n):
-        a, b = rng.randrange(5), rng.randrange(5)
-        found.append(ask(f'What is {a} + {b}?', f'It is {a + b}.'))
-    return found
+    pairs = [(rng.randrange(5), rng.randrange(5)) for _ in range(n)]
+    return [ask(f'What is {a} + {b}?', f'It is {a + b}.') for a, b in pairs]
 
 
 def make_base(folder, kind, template=True, **sizes):
@@ -47,7 +43,7 @@ def prepare_questions(n=300):
 @pytest.fixture(scope='module', params=[
     'smollm2', *(pytest.param(kind, marks=pytest.mark.slow) for kind in ('llama3', 'qwen'))])
 def tuned(request, tmp_path_factory):
-    """A folder with a base of others, out, which was tuned on 300 questions, and its export."""
+    """A folder with a pretrained base, out, which was tuned on 300 questions, and its export."""
     folder = tmp_path_factory.mktemp(request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -58,57 +54,49 @@ def tuned(request, tmp_path_factory):
     return folder
 
 
-def test_a_tuned_model_of_others_answers_in_transformers_as_here(tuned):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def test_tuning_lowers_the_validation_loss(tuned):
     losses = [row['val_loss'] for row in lines(tuned / 'out', 'val_loss')]
     assert losses[-1] < losses[0] / 4
-    ours, back = plaingpt.load(tuned / 'out', device='cpu'), plaingpt.load(tuned / 'exact')
+
+
+@pytest.mark.parametrize(('a', 'b'), [(1, 2), (3, 1)])
+def test_a_tuned_model_answers_in_transformers_as_here(a, b, tuned):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     theirs = AutoModelForCausalLM.from_pretrained(tuned / 'exact').eval()
     tokenizer = AutoTokenizer.from_pretrained(tuned / 'exact')
-    answers = set()
-    for a, b in ((1, 2), (3, 1), (4, 4)):
-        asked = [{'role': 'user', 'content': f'What is {a} + {b}?'}]
-        answer = ours.answer(asked, temperature=0, max_new_tokens=20)
-        assert back.answer(asked, temperature=0, max_new_tokens=20) == answer
-        inputs = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True,
-                                               return_tensors='pt')
-        written = theirs.generate(**inputs, do_sample=False, max_new_tokens=20)
-        start = inputs['input_ids'].size(1)
-        assert tokenizer.decode(written[0, start:], skip_special_tokens=True) == answer
-        answers.add(answer)
-    # Qwen's template puts an empty thought in front of an answer.
-    assert all('It is' in answer for answer in answers)
+    asked = [{'role': 'user', 'content': f'What is {a} + {b}?'}]
+    answers = [plaingpt.load(tuned / name, device='cpu').answer(
+        asked, temperature=0, max_new_tokens=20) for name in ('out', 'exact')]
+    inputs = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True,
+                                           return_tensors='pt')
+    written = theirs.generate(**inputs, do_sample=False, max_new_tokens=20)
+    reply = written[0, inputs['input_ids'].size(1):]
+    assert answers == 2 * [tokenizer.decode(reply, skip_special_tokens=True)]
+    assert 'It is' in answers[0]  # Qwen's template puts an empty thought in front of it
 
 
 @pytest.mark.slow
-def test_each_process_reads_its_rows_of_a_model_of_others(tmp_path, monkeypatch):
+def test_each_process_reads_its_rows_of_a_pretrained_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_base(tmp_path, 'qwen')
     prepare_questions(60)
     argv = [*RECIPE, '--max_iters=1', '--learning_rate=0', '--min_lr=0', '--eval_interval=1',
             '--gradient_accumulation_steps=2', '--batch_size=2']
     launch(train.main, 2, tmp_path, *argv, '--parallel=fsdp')
-    found = model_of(checkpoints.find('out'))
-    expected = opened('base')
-    for (name, p), q in zip(found.named_parameters(), expected.parameters(), strict=True):
-        assert torch.equal(p, q), name
+    assert same(weights('out'), opened('base').parameters())
 
 
 def test_a_base_without_known_control_tokens_gets_ours(tmp_path, monkeypatch):
+    from transformers import AutoTokenizer
     monkeypatch.chdir(tmp_path)
     make_base(tmp_path, 'smollm2', template=False, vocab_size=400)
     path = tmp_path / 'base/tokenizer.json'
     path.write_text(path.read_text().replace('<|im_', '<|turn_'))
     prepare_questions(60)
-    train.main([*RECIPE, '--max_iters=1', '--eval_interval=1', '--learning_rate=0', '--min_lr=0'])
-    model = model_of(checkpoints.find('out'))
-    assert model.config.vocab_size == 405
-    for p in (model.transformer.wte.weight, model.lm_head.weight):  # the new begin as the mean
-        assert torch.allclose(p[400:405], p[:400].mean(0), atol=1e-6)
+    train.main([*RECIPE, '--max_iters=1', '--eval_interval=1'])
+    assert model_of(checkpoints.find('out')).config.vocab_size == 405
     export.main(['--out_dir=out', '--dest=mine'])
-    from transformers import AutoTokenizer
     theirs, ours = AutoTokenizer.from_pretrained('mine'), plaingpt.load('mine').tokenizer
-    assert ours.vocab_size == 405
     messages = questions(1)[0]
     assert theirs.apply_chat_template(messages, return_dict=True)['input_ids'] \
         == ours.encode_conversation(messages)[0].tolist()

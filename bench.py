@@ -25,8 +25,8 @@ import torch
 
 from configurator import load_config, options_of
 from plaingpt.data.dataset import open_data
-from plaingpt.experiments import runs, tables
-from plaingpt.experiments.judge import (
+from plaingpt.experiments import runs
+from plaingpt.experiments.runs import (
     EXIT_STATUS,
     WARM_UP,
     append_result,
@@ -183,7 +183,7 @@ def main(argv):
     print(f'{facts["machine"]}, torch {facts["torch"]}, '
           f'{" to ".join(dates[:1] + dates[1:][-1:])}:\n\n{text}')
     if folder:
-        tables.save_csv(f'{folder}/{name}.csv', rows)
+        runs.save_csv(f'{folder}/{name}.csv', rows)
         print(f'\n{folder}/{name}.csv has all numbers'
               + (f', {folder}/{name}/ the runs' if trains else '')
               + (f', {folder}/results.tsv all verdicts' if config.judge else ''))

@@ -220,7 +220,7 @@ def main(argv):
     results = {}
     job = nullcontext()
     if world.launched:
-        from plaingpt.parallel.job import process_group
+        from plaingpt.system.distributed import process_group
         job = process_group(world, device)
     with job:
         for task in filter(OURS.__contains__, names):

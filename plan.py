@@ -16,9 +16,9 @@ from model import GPT
 from plaingpt.experiments.speed import estimate_step, planned_shape
 from plaingpt.parallel.blocks import CHECKPOINT_MODES
 from plaingpt.system import devices
+from plaingpt.system.devices import MEASURED, peak_flops
 from plaingpt.system.errors import run_script
 from plaingpt.system.formatting import GIB, count_of, duration, gib, short
-from plaingpt.system.gpus import MEASURED, peak_flops
 from plaingpt.training import memory
 from plaingpt.training.checkpoint import KEPT
 from plaingpt.training.dtype_choice import choose_training_dtype

@@ -26,11 +26,10 @@ from plaingpt.data.conversations import ConversationReader
 from plaingpt.data.corpora import CORPORA, OPTIONS, describe_corpus, table
 from plaingpt.data.dataset import dataset_folder, not_prepared
 from plaingpt.data.documents import open_source
-from plaingpt.data.encoding import write_tokens
+from plaingpt.data.encoding import VAL_CHARS, write_tokens
 from plaingpt.data.inspection import inspect
 from plaingpt.data.rows import TextReader
 from plaingpt.data.shards import read_progress, write_dataset
-from plaingpt.data.splitting import VAL_CHARS
 from plaingpt.data.text_files import separators_of
 from plaingpt.data.token_files import dtype_named
 from plaingpt.data.tokenizer_choice import (

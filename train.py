@@ -38,14 +38,13 @@ from plaingpt.system.errors import phase, run_script
 from plaingpt.system.files import lock_output_dir
 from plaingpt.system.formatting import command_for, quoted
 from plaingpt.training.attention import use_cpu_attention
-from plaingpt.training.averaging import averaged, go_on
 from plaingpt.training.checkpoint import KEPT, Saver
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.evaluation import check_tasks, mean_loss, mixture_error
 from plaingpt.training.loss import chunked_cross_entropy
-from plaingpt.training.memory_check import fit_to_memory
+from plaingpt.training.memory import fit_to_memory
 from plaingpt.training.monitor import Monitor
-from plaingpt.training.optimizers import build_optimizer
+from plaingpt.training.optimizers import averaged, build_optimizer, go_on
 from plaingpt.training.progress import (
     FINISHED,
     TIME_UP,
@@ -108,7 +107,7 @@ def setup(config, start, world, device, device_why):
     start.agree(group)
     torch.manual_seed(config.seed + world.rank)
     if world.size > 1 and not config.is_read_only:
-        from plaingpt.parallel.job import check_shared
+        from plaingpt.system.distributed import check_shared
         check_shared(Path(config.out_dir), world, group)
     check_tasks(config)  # fail early if a benchmark cannot be loaded
 
@@ -355,7 +354,7 @@ def main(argv):
     devices.choose_compile(config.compile, device)  # fail early if it cannot work
     job = nullcontext()
     if world.launched:
-        from plaingpt.parallel.job import process_group
+        from plaingpt.system.distributed import process_group
         job = process_group(world, device, config.backend)
     writes_files = world.is_main and not config.is_read_only
     with lock_output_dir(config.out_dir) if writes_files else nullcontext(), job:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def copy_project(folder):
     """Copy what a checkout has of code → the folder, which must not exist."""
-    for name in ('plaingpt', 'tests', 'tools', 'config', 'references'):
+    for name in ('plaingpt', 'tests', 'tools', 'config', 'docs/references'):
         shutil.copytree(ROOT / name, folder / name,
                         ignore=shutil.ignore_patterns('__pycache__'))
     for path in (*ROOT.glob('*.py'), *ROOT.glob('*.toml'), ROOT / 'README.md', ROOT / 'LICENSE'):

@@ -9,9 +9,8 @@ import prepare
 import sample
 import train
 from bench import BenchConfig
-from configurator import accepted_types, load_config
+from configurator import accepted_types, load_config, sections_of
 from plaingpt.system.errors import UserError
-from plaingpt.system.help_text import sections_of
 from plaingpt.training.settings import WITHOUT_EFFECT, TrainConfig
 from plan import PlanConfig
 from prepare import PrepareConfig

@@ -78,8 +78,7 @@ QUESTIONS = [(f'What is {i} + 1?', f'It is {i + 1}.') for i in range(40)]
 def checkout(folder):
     """A new folder with what a checkout has for those who give commands."""
     folder.mkdir()
-    for name in ('config', 'references'):
-        (folder / name).symlink_to(ROOT / name)
+    (folder / 'config').symlink_to(ROOT / 'config')
     shutil.copytree(ROOT / 'docs', folder / 'docs')
     shutil.copy(ROOT / 'README.md', folder)
     (folder / 'data').mkdir()
@@ -383,8 +382,9 @@ def test_files_and_functions_exist(page):
     text = without_urls(page)
     if page == 'docs/nanogpt.md':  # its left columns name nanoGPT's
         text = '\n'.join(line.partition(' | ')[2] for line in text.splitlines())
-    for name in re.findall(r'\b((?:plaingpt|tools|config|references|results)/[\w/]*\.\w+)', text):
-        assert (ROOT / name).exists() or name == 'references/NAME.csv' \
+    folders = 'plaingpt|tools|config|docs/references|docs/results'
+    for name in re.findall(rf'\b((?:{folders})/[\w/]*\.\w+)', text):
+        assert (ROOT / name).exists() or name == 'docs/references/NAME.csv' \
             or name == 'config/NAME.py', name
     code = ''.join(path.read_text(encoding='utf-8') for folder in ('', 'plaingpt/*')
                    for path in ROOT.glob(f'{folder}/*.py' if folder else '*.py'))

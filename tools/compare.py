@@ -6,7 +6,8 @@
                                                       plain recipe and the fast one
     python tools/compare.py equality --nanogpt=FOLDER
                                                       nanoGPT and the plain recipe, --rounds seeds
-    python tools/compare.py picture                   docs/loss-over-time.png, of results/race-*.csv
+    python tools/compare.py picture                   docs/loss-over-time.png, of the
+                                                      races in docs/results/
     python tools/compare.py own-text notes.txt --nanogpt=FOLDER --minutes=5
                                                       a text of one's own, beside xz too
     python tools/compare.py prepare                   beside nanoGPT's recipe
@@ -49,9 +50,8 @@ from model import GPT, GPTConfig
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.tokenizers import ByteTokenizer
 from plaingpt.experiments.runs import train_once
-from plaingpt.inference.generation import CompiledStep, generate
+from plaingpt.inference.generation import CompiledStep, generate, prepare_for_generation
 from plaingpt.inference.hf_export import write_hf
-from plaingpt.inference.weight_layout import prepare_for_generation
 from plaingpt.system.devices import choose_device, synchronize
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import ROOT, make_writable

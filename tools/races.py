@@ -184,7 +184,7 @@ def equality(config, options):
 
 COLORS = {'nanoGPT': '#e69f00', 'gpt2_124m': '#009e73'}
 OURS = '#0072b2'
-PANELS = (  # file in results/, title, highest loss shown, x axis, y axis
+PANELS = (  # file in docs/results/, title, highest loss shown, x axis, y axis
     ('race-cpu', 'tiny Shakespeare, two CPU cores', 4.5, 'seconds since the program was started',
      'validation loss (nats per character)'),
     ('race-h100', 'GPT-2 124M on Python source, one H100', 5.0, 'seconds of training steps',
@@ -192,14 +192,14 @@ PANELS = (  # file in results/, title, highest loss shown, x axis, y axis
 
 
 def picture(config, _):
-    """Draw the races of results/ beside each other: docs/loss-over-time.png."""
+    """Draw the races of docs/results/ beside each other: docs/loss-over-time.png."""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.6))
     for ax, (name, title, limit, x_axis, y_axis) in zip(axes, PANELS, strict=True):
         curves = {}
-        with open(ROOT / f'results/{name}.csv', newline='') as file:
+        with open(ROOT / f'docs/results/{name}.csv', newline='') as file:
             for row in csv.DictReader(file):
                 points = curves.setdefault((row['program'], row['round']), [])
                 points.append((float(row['seconds']), float(row['val_loss'])))

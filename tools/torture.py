@@ -2,7 +2,7 @@
 
     python tools/torture.py                          all groups
     python tools/torture.py kills files --seed=1     some of them
-    python tools/torture.py --save=results           one night's: counts in results/torture.csv
+    python tools/torture.py --save=docs/results      counts in docs/results/torture.csv
 
 kills    a run is killed with SIGKILL again and again, half of the time inside a save
 signals  a run gets signals while it starts, trains, evaluates, saves or ends
@@ -45,7 +45,7 @@ from runs import in_background
 import prepare
 import train
 from configurator import load_config
-from plaingpt.experiments.tables import save_csv
+from plaingpt.experiments.runs import save_csv
 from plaingpt.monitoring.run_record import read_rows
 from plaingpt.system import distributed
 from plaingpt.system.devices import cpu_name

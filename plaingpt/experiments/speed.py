@@ -10,11 +10,10 @@ import torch
 from model import GPT
 from plaingpt.data.corpora import find_dataset_size
 from plaingpt.data.dataset import has_token_files, open_named
-from plaingpt.experiments.tables import markdown, number
+from plaingpt.experiments.runs import markdown, number
 from plaingpt.parallel.blocks import apply_activation_checkpointing, compile_blocks
-from plaingpt.system.devices import autocast, device_name, peak_memory_bytes, synchronize
+from plaingpt.system.devices import autocast, device_name, mfu, peak_memory_bytes, synchronize
 from plaingpt.system.formatting import gib, short
-from plaingpt.system.gpus import mfu
 from plaingpt.training.attention import use_cpu_attention
 from plaingpt.training.loss import chunked_cross_entropy
 from plaingpt.training.open_weights import start_shape

@@ -11,7 +11,7 @@ from statistics import median
 from plaingpt.monitoring.run_record import column, rows_with
 
 # Thresholds. None was tuned to a single run. "Ours" are the healthy runs of
-# tests/monitoring/test_diagnosis.py and references/: they stay a factor of 2 or more away.
+# tests/monitoring/test_diagnosis.py and docs/references/: they stay a factor of 2 or more away.
 EARLY_STEPS = 200  # in which no loss should lie above the first one
 # nats that a loss rises above the first one, early, or above the lowest evaluation of the training
 # split, later: ours never rise by 0.1
@@ -23,8 +23,8 @@ NO_GRADIENT = 1e-3  # a block's gradient norm / the median of the blocks: 0.05 o
 # steps in which a gradient may be 0, since what multiplies it begins at zero: three in ours
 FIRST_STEPS = 5
 # nats by which validation rises above its best, for this many evaluations or more: twice the
-# deviation of seeds in references/, 0.023 at most (Prechelt 1998, Early Stopping: one rise alone is
-# noise)
+# deviation of seeds in docs/references/, 0.023 at most (Prechelt 1998, Early Stopping: one rise
+# alone is noise)
 OVERFIT, AFTER_BEST = 0.05, 2
 IMPLAUSIBLE = 0.3  # bits a byte: English has 0.6 to 1.3 (Shannon 1951; Cover and King 1978)
 

@@ -13,11 +13,10 @@ from tqdm import tqdm
 
 from plaingpt.monitoring.diagnosis import diagnose
 from plaingpt.monitoring.run_record import finite, read_rows
-from plaingpt.system.devices import device_name, peak_memory_bytes, synchronize
+from plaingpt.system.devices import device_name, mfu, peak_memory_bytes, synchronize
 from plaingpt.system.errors import phase, print_line
 from plaingpt.system.files import append_line
 from plaingpt.system.formatting import one_line, short
-from plaingpt.system.gpus import mfu
 
 
 class Metrics:

@@ -1,7 +1,7 @@
 """References: the validation loss of a recipe over several seeds, and where a run lies beside it.
 
-references/NAME.csv begins with a line `# {…}` that identifies the recipe and its text. Below are
-iter, mean, std and seeds, the number of runs behind mean and std.
+docs/references/NAME.csv begins with a line `# {…}` that identifies the recipe and its text. Below
+are iter, mean, std and seeds, the number of runs behind mean and std.
 """
 
 import csv
@@ -10,7 +10,7 @@ import json
 from plaingpt.monitoring.run_record import rows_with
 from plaingpt.system.files import ROOT
 
-FOLDER = ROOT / 'references'
+FOLDER = ROOT / 'docs/references'
 
 # Student's t, 97.5%, with 1, 2, … degrees of freedom. mean ± t(n - 1) · s · √(1 + 1/n) of n seeds
 # holds one new seed in 95 of 100 cases: the prediction interval of a normal distribution (Hahn and
@@ -64,7 +64,7 @@ def compare(rows, run):
     edges = {iter_num: (low, high) for iter_num, low, high in read_band(run)}
     seen = [row for row in rows_with(rows, 'val_loss') if row['iter'] in edges]
     if not seen:
-        return 'has no reference: references/ has none of its settings, text and evaluations'
+        return 'has no reference: docs/references/ has none of its settings, text and evaluations'
     iter_num, loss = seen[-1]['iter'], seen[-1]['val_loss']
     low, high = edges[iter_num]
     side = 'inside'

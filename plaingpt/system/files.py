@@ -11,7 +11,7 @@ from pathlib import Path
 from plaingpt.system.errors import UserError, warn
 from plaingpt.system.formatting import shown
 
-ROOT = Path(__file__).resolve().parents[2]  # where train.py, config/ and references/ are
+ROOT = Path(__file__).resolve().parents[2]  # where train.py, config/ and docs/references/ are
 
 
 def is_hub_name(name):

@@ -11,7 +11,7 @@ import gc
 import math
 from bisect import bisect
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -20,23 +20,17 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import GPT
 from plaingpt.parallel.blocks import apply_activation_checkpointing
-from plaingpt.system.devices import DTYPES, autocast
-from plaingpt.system.distributed import all_gather, gloo_group, print0
+from plaingpt.system.devices import DTYPES, autocast, device_memory
+from plaingpt.system.distributed import all_gather, gloo_group, launched_world, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB, command_for, gib
 from plaingpt.training import attention
 from plaingpt.training.attention import use_cpu_attention
 from plaingpt.training.loss import chunk_size, chunked_cross_entropy
 from plaingpt.training.optimizers import build_optimizer
-
-try:
-    from torch.distributed._tools.mem_tracker import MemTracker
-except ImportError:  # a version of torch that has moved it
-    MemTracker = None
 
 CUDA_OVERHEAD = GIB  # for CUDA's context and fragmentation: an allowance, not a measurement
 DEPTHS = (2, 4)  # even, so that layers of two kinds in turn are planned too
@@ -107,12 +101,20 @@ def watch_phases(gpt, begin):
     at_gradient(blocks[-1], 'backward of the last block')
 
 
+def tracker_class():
+    """torch's MemTracker, or None in a version of torch that has moved it. Importing it takes two
+    seconds, so a run that is small for its device does not."""
+    with suppress(ImportError):
+        from torch.distributed._tools.mem_tracker import MemTracker
+        return MemTracker
+
+
 def trace(shape, config, dtype, device_type, **how):
     """→ {phase: {owner: bytes at the peak of the phase}} of one_step. A step is traced once."""
     key = GPT, repr((shape, config, dtype, device_type, how))
     if key in TRACES:
         return TRACES[key]
-    if MemTracker is None:
+    if not (MemTracker := tracker_class()):
         raise UserError('this version of torch has no torch.distributed._tools.mem_tracker, with '
                         'which memory is planned: take torch 2.6 or newer')
     tracker, phases, began = MemTracker(), {}, []
@@ -126,7 +128,7 @@ def trace(shape, config, dtype, device_type, **how):
         began.append(phase)
 
     kernels = nullcontext() if device_type == 'cpu' else kernels_of_gpus()
-    with torch.random.fork_rng([]), FakeTensorMode(), kernels:
+    with torch.random.fork_rng([]), torch._subclasses.fake_tensor.FakeTensorMode(), kernels:
         one_step(shape, config, dtype, torch.device('cpu'), tracker=tracker, begin=begin, **how)
     return TRACES.setdefault(key, phases)
 
@@ -290,7 +292,7 @@ def fit(config, shape, dtype, device, available):
     """The TrainConfig of a run, with a value for parallel=auto and batch_size=auto.
     available: bytes that each process may take. Raises UserError where a step takes more; on CUDA
     its weights, gradients and optimizer states, since a GPU refuses the rest by itself."""
-    if MemTracker is None and config.batch_size != 'auto':  # no plan, no refusal
+    if not tracker_class() and config.batch_size != 'auto':  # no plan, no refusal
         return config
     if config.world_size() > 1:
         config = replace(config, parallel=choose_parallel(config, shape, dtype, device.type,
@@ -345,3 +347,35 @@ def step_fits(shape, config, dtype, device):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     return fits
+
+
+# -----------------------------------------------------------------------------
+# the check before a run
+
+
+LOGITS = 8192  # tokens that have logits at once, at most
+
+
+def fit_to_memory(config, shape, dtype, device):
+    """The TrainConfig of a run of a GPTConfig, with a value for parallel=auto and
+    batch_size=auto. Raises UserError where the model or a step takes more memory than is free."""
+    world = launched_world()
+    if config.parallel == 'fsdp' and not world.launched:
+        raise UserError('parallel=fsdp shares a model among processes: start them with torchrun')
+    available = min(all_gather(device_memory(device, world.local_size), gloo_group()))
+    if config.batch_size != 'auto' and config.parallel != 'fsdp' \
+            and 4 * rough_bytes(shape, config.batch_size) < available:
+        return config
+    return fit(config, shape, dtype, device, available)
+
+
+def rough_bytes(shape, batch_size):
+    """A quick estimate of the bytes that a step takes in float32, right within a factor of 4."""
+    tables = 2 + shape.value_embeddings * shape.n_layer
+    rows = tables * shape.padded_vocab_size + shape.ngram_rows
+    weights = shape.n_embd * (12 * shape.n_layer * shape.n_embd + rows)
+    tokens = batch_size * shape.block_size
+    # a block keeps some 16 numbers for each channel of a token
+    numbers = tokens * shape.n_embd * (16 * shape.n_layer + 4) \
+        + min(tokens, LOGITS) * shape.padded_vocab_size
+    return 4 * numbers + 16 * weights  # with a gradient and two states

@@ -27,8 +27,8 @@ from plaingpt.system.distributed import (
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import make_writable, write_json
 from plaingpt.system.formatting import command_for, quoted
-from plaingpt.training.averaging import averaged
 from plaingpt.training.evaluation import evaluated_bytes, full_model
+from plaingpt.training.optimizers import averaged
 from plaingpt.training.progress import FINISHED, TIME_UP
 from plaingpt.training.settings import WITHOUT_EFFECT
 from plaingpt.training.start import TRAINED_ON, archive_previous_run, sketch_texts, trim_logs

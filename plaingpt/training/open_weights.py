@@ -126,9 +126,8 @@ class GeneratorChoice(ModelChoice):
 def open_generator(choice, compile=False):
     """A GeneratorChoice → what writes with this model, a TextGenerator. Prints which it is.
     compile: see choose_compile(). Raises UserError."""
-    from plaingpt.inference.generation import CompiledStep, check_cache
+    from plaingpt.inference.generation import CompiledStep, check_cache, prepare_for_generation
     from plaingpt.inference.text_generator import TextGenerator
-    from plaingpt.inference.weight_layout import prepare_for_generation
     device, _ = choose_device(choice.device)
     compiles, compile_why = choose_compile(compile, device)
     prepare_device(device)

@@ -7,7 +7,7 @@ from corpus_files import prepared, write_parquet, write_rows
 
 import prepare
 from plaingpt.data.documents import Piece
-from plaingpt.data.splitting import split_by_hash, split_by_place
+from plaingpt.data.encoding import split_by_hash, split_by_place
 
 TEXTS = [f'document {i} of the web' for i in range(1000)]
 

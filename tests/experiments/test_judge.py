@@ -10,7 +10,7 @@ from processes import ROOT, copy_project, options
 
 import bench
 from configurator import load_config
-from plaingpt.experiments import judge, runs
+from plaingpt.experiments import runs
 from plaingpt.system.errors import UserError
 
 RECIPE = options(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=8,
@@ -102,7 +102,7 @@ def test_runs_that_cannot_be_compared_are_an_error(broken, words):
                  minutes=0) for name in ('base', 'change') for seed in (1, 2)]
     rows[3] |= broken
     with pytest.raises(UserError, match=words):
-        judge.verdict(rows, runs.compare(rows))
+        runs.verdict(rows, runs.compare(rows))
 
 
 def git(folder, *words):
@@ -113,11 +113,11 @@ def git(folder, *words):
 
 @needs_git
 def test_each_side_reads_its_own_config_files(tmp_path):
-    trees, _ = judge.copy_sides('HEAD', tmp_path)
+    trees, _ = runs.copy_sides('HEAD', tmp_path)
     for tree in trees.values():
-        assert judge.of_side(tree, 'config/tiny.py') == str(tree / 'config/tiny.py')
+        assert runs.of_side(tree, 'config/tiny.py') == str(tree / 'config/tiny.py')
         assert (tree / 'config/tiny.py').is_file()
-        assert judge.of_side(tree, '--max_iters=3') == '--max_iters=3'
+        assert runs.of_side(tree, '--max_iters=3') == '--max_iters=3'
 
 
 @needs_git
@@ -138,7 +138,7 @@ def test_what_the_working_tree_changes_is_judged_against_a_commit(length, char_d
     done = subprocess.run([sys.executable, 'bench.py', *words], text=True, cwd=clone,
                           capture_output=True, check=False)
     assert done.returncode in (0, 3, 4), done.stderr
-    rows = list(csv.DictReader(open(tmp_path / 'saved/judge.csv')))
+    rows = list(csv.DictReader(open(tmp_path / 'saved/runs.csv')))
     assert [row['variant'] for row in rows] == ['base', 'change', 'change', 'base']
     assert rows[0]['final_loss'] != rows[1]['final_loss']
     result, = csv.DictReader(open(tmp_path / 'saved/results.tsv'), delimiter='\t')

@@ -4,13 +4,14 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from model import GPT, GPTConfig
 from plaingpt.inference.generation import (
+    WIDE,
     CompiledStep,
     check_cache,
     choose_next_token,
     generate,
     next_tokens,
+    prepare_for_generation,
 )
-from plaingpt.inference.weight_layout import WIDE, prepare_for_generation
 
 SMALL = dict(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
 KINDS = {

@@ -11,8 +11,8 @@ import torch
 
 from plaingpt.monitoring.metrics import Metrics
 from plaingpt.monitoring.run_record import read_rows, trim_rows
+from plaingpt.system.devices import mfu
 from plaingpt.system.files import append_line
-from plaingpt.system.gpus import mfu
 from plaingpt.training.settings import TrainConfig
 
 CONFIG = TrainConfig(batch_size=10, block_size=10, gradient_accumulation_steps=1, max_iters=1000,

@@ -10,8 +10,7 @@ from processes import launch
 from torch.distributed.fsdp import fully_shard
 
 from model import GPT, GPTConfig
-from plaingpt.parallel.job import process_group
-from plaingpt.system.distributed import full_tensor, launched_world
+from plaingpt.system.distributed import full_tensor, launched_world, process_group
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 

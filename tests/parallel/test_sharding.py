@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 import train
 from model import GPT, GPTConfig
 from plaingpt.parallel import sharding
-from plaingpt.parallel.job import process_group
 from plaingpt.system.devices import rng_state
-from plaingpt.system.distributed import is_sharded, launched_world
+from plaingpt.system.distributed import is_sharded, launched_world, process_group
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig

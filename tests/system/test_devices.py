@@ -6,13 +6,14 @@ from processes import fails
 import sample
 import train
 from plaingpt.system.devices import (
+    PEAKS,
     choose_compile,
     choose_device,
     choose_dtype,
     cpu_has_bfloat16,
+    peak_flops,
 )
 from plaingpt.system.errors import UserError
-from plaingpt.system.gpus import PEAKS, peak_flops
 
 CPU, GPU = torch.device('cpu'), torch.device('cuda')
 

@@ -13,9 +13,8 @@ from processes import exit_code, fork_job, launch, ranks, wait_until
 
 import train
 from model import GPT, GPTConfig
-from plaingpt.parallel.job import process_group
 from plaingpt.system import distributed
-from plaingpt.system.distributed import launched_world
+from plaingpt.system.distributed import launched_world, process_group
 
 CPU = torch.device('cpu')
 

@@ -17,7 +17,7 @@ from plaingpt.checks import preflight
 from plaingpt.monitoring.health import Health
 from plaingpt.system.formatting import GIB
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import memory, memory_check
+from plaingpt.training import memory
 from plaingpt.training.memory import predict
 from plan import PlanConfig
 
@@ -150,13 +150,13 @@ def test_no_plan_is_made_only_where_a_step_certainly_fits():
     for shape in (SMALL, replace(UNTIED, value_embeddings=True), logits):
         config = settings(shape, 8, 2, 8)
         assert predict(shape, config, 'float32', 'cuda').peak \
-            < 4 * memory_check.rough_bytes(shape, 8), shape
+            < 4 * memory.rough_bytes(shape, 8), shape
 
 
 @pytest.fixture
 def free(monkeypatch):
     """free(bytes): so many are free from now on."""
-    return lambda size: monkeypatch.setattr(memory_check, 'device_memory', lambda *_: size)
+    return lambda size: monkeypatch.setattr(memory, 'device_memory', lambda *_: size)
 
 
 TINY = GPTConfig(16, 93, 2, 2, 32, bias=False)

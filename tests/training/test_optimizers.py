@@ -10,8 +10,7 @@ import train
 from model import GPT, GPTConfig
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import optimizers
-from plaingpt.training.averaging import averaged, keep_average
-from plaingpt.training.optimizers import build_optimizer
+from plaingpt.training.optimizers import averaged, build_optimizer, keep_average
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.step import Step
 

@@ -117,13 +117,6 @@ def test_no_token_of_an_answer_longer_than_block_size_is_left_out(short, short_m
     assert logp == (pytest.approx(total.item(), rel=1e-4), False)
 
 
-def test_a_question_is_cut_at_its_start_so_that_the_answer_fits(short):
-    encode = ByteTokenizer().encode
-    long, cut = short._loglikelihood_tokens([
-        (None, encode('x' * 99), encode('yes')), (None, encode('x' * 14), encode('yes'))])
-    assert long == cut
-
-
 @pytest.mark.parametrize(('new_tokens', 'prompt'), [(2, 14), (16, 8), (99, 8)])
 def test_a_prompt_is_cut_at_its_start_so_that_new_tokens_fit(short, new_tokens, prompt):
     text, options = 'a long prompt that is cut', {'max_gen_toks': new_tokens}

@@ -19,6 +19,18 @@ def test_runs_are_compared_in_one_picture(trained, tmp_path, capsys):
     assert size_of_png(tmp_path / 'both.png') > (1000, 600)
 
 
+def test_runs_of_other_tokenizers_are_compared_by_bits(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / 'other')
+    path, pictures = tmp_path / 'other/run.json', []
+    facts = json.loads(path.read_text())
+    for scale in (1, 2):
+        path.write_text(json.dumps(
+            {**facts, 'val_bytes_per_token': scale * facts['val_bytes_per_token']}))
+        plot.main([str(trained), f'{tmp_path}/other', f'--output={tmp_path}/both.png'])
+        pictures.append((tmp_path / 'both.png').read_bytes())
+    assert pictures[0] != pictures[1]
+
+
 def test_a_run_without_rows_has_nothing_to_draw(trained, tmp_path, capsys, monkeypatch):
     shutil.copy(trained / 'run.json', tmp_path)
     (tmp_path / 'metrics.jsonl').touch()

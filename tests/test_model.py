@@ -288,7 +288,7 @@ def test_hashes_spread_n_grams_evenly_over_the_rows():
 
 
 @pytest.mark.parametrize('rows', [65**2, 1000, 500_001, 1_000_002])
-def test_the_tokens_of_an_n_gram_count_in_their_order(rows):
+def test_an_n_gram_depends_on_the_order_of_its_tokens(rows):
     table = NgramEmbedding(replace(SMALL, ngram_rows=rows, ngram=2 if rows == 65**2 else 4))
     torch.manual_seed(0)
     torch.nn.init.normal_(table.weight)

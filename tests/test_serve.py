@@ -134,15 +134,13 @@ def test_the_model_is_listed(client):
     assert [model.id for model in client.models.list()] == [complete(client, max_tokens=1).model]
 
 
-@pytest.mark.parametrize('options', [
-    {'n': 1, 'presence_penalty': 0, 'frequency_penalty': 0.0, 'logit_bias': {}},
-    {'logprobs': False, 'top_logprobs': 0, 'response_format': {'type': 'text'}},
-    {'tools': [], 'tool_choice': 'auto', 'functions': [], 'parallel_tool_calls': True},
-    {'stop': None, 'seed': None, 'max_tokens': None, 'stream': None, 'stream_options': {}},
-    {'user': 'me', 'metadata': {'a': 'b'}, 'store': True, 'service_tier': 'auto'}], ids=str)
-def test_options_that_ask_for_nothing_are_accepted(chat_client, options):
-    response = chat_client.chat.completions.create(**conversation('hi'), temperature=0,
-                                                   extra_body=options)
+def test_options_that_ask_for_nothing_are_accepted(chat_client):
+    response = chat_client.chat.completions.create(**conversation('hi'), temperature=0, extra_body={
+        'n': 1, 'presence_penalty': 0, 'frequency_penalty': 0.0, 'logit_bias': {}, 'seed': None,
+        'logprobs': False, 'top_logprobs': 0, 'response_format': {'type': 'text'}, 'tools': [],
+        'tool_choice': 'auto', 'functions': [], 'parallel_tool_calls': True, 'stop': None,
+        'max_tokens': None, 'stream_options': {}, 'user': 'me', 'metadata': {'a': 'b'},
+        'store': True, 'service_tier': 'auto'})
     assert response.choices[0].message.content == ANSWERS['hi']
 
 
@@ -151,21 +149,17 @@ def test_options_that_ask_for_nothing_are_accepted(chat_client, options):
 
 
 @pytest.mark.parametrize(('option', 'named'), [
-    ({'prompt': 7}, 'prompt'), ({'prompt': 'é'}, 'é'), ({'max_tokens': 0}, 'max_new_tokens'),
-    ({'temperature': 'hot'}, 'temperature'), ({'temperature': -1}, 'temperature'),
-    ({'stop': ['']}, 'stop'), ({'stop': ['x'] * 1001}, 'stop'), ({'n': 2}, "'n'"),
-    ({'stream': 'yes'}, 'stream'), ({'seed': 10**999}, 'seed'),
-    ({'temperatur': 0}, 'temperature'),
-    ({'tools': [{'type': 'function'}]}, 'tools'), ({'presence_penalty': 0.5}, 'presence_penalty')])
+    ({'prompt': 7}, 'prompt'), ({'prompt': 'é'}, 'é'), ({'temperature': 'hot'}, 'temperature'),
+    ({'stop': ['x'] * 1001}, 'stop'), ({'stream': 'yes'}, 'stream'), ({'seed': 10**999}, 'seed'),
+    ({'temperatur': 0}, 'temperature'), ({'n': 2}, "'n'"),
+    ({'tools': [{'type': 'function'}]}, 'tools')])
 def test_a_wrong_option_is_an_error_of_openai_that_names_it(client, option, named):
     with pytest.raises(openai.BadRequestError, match=named) as error:
         complete(client, extra_body=option)
     assert error.value.type == 'invalid_request_error'
 
 
-@pytest.mark.parametrize('body', [
-    b'', b'{', b'[]', b'\xff{}', b'[' * 100_000, json.dumps({'prompt': '\udfff'}).encode()],
-    ids=lambda body: str(body[:9]))
+@pytest.mark.parametrize('body', [b'', b'[]', b'\xff{}', b'{"prompt": "\\udfff"}'])
 def test_a_body_that_is_not_a_json_object_of_unicode_is_refused(client, body):
     with pytest.raises(openai.BadRequestError, match='JSON object'):
         client.post('/completions', content=body, cast_to=object)
@@ -177,10 +171,10 @@ def test_a_body_that_is_too_large_is_refused(client):
     assert error.value.status_code == 413
 
 
-@pytest.mark.parametrize('kind', ['text/plain', 'text/plain;application/json'])
-def test_what_a_form_of_a_web_page_can_send_is_refused(client, kind):
+def test_what_a_form_of_a_web_page_can_send_is_refused(client):
     body = b'{"prompt": "def ", "max_tokens": 1}'
-    assert request(client, 'POST', '/v1/completions', body, Content_Type=kind).status == 415
+    response = request(client, 'POST', '/v1/completions', body, Content_Type='text/plain')
+    assert response.status == 415
 
 
 @pytest.mark.parametrize(('origin', 'is_local'), [
@@ -259,12 +253,6 @@ def test_a_full_queue_is_refused(trained, tmp_path):
 def test_a_client_that_waits_for_the_whole_text_can_leave(client):
     with pytest.raises(openai.APITimeoutError):
         complete(client, max_tokens=ENDLESS, timeout=1)
-    assert complete(client, max_tokens=1).choices
-
-
-def test_a_client_that_leaves_within_its_request_is_no_failure(client):
-    with socket.create_connection(('127.0.0.1', client.base_url.port)) as connection:
-        connection.sendall(UNFINISHED)  # serving() looks for a traceback
     assert complete(client, max_tokens=1).choices
 
 

@@ -124,7 +124,7 @@ def given(command, shorter):
     tenth of their steps."""
     processes = 1 if '--nnodes=2' in command.line else 2
     line = re.sub(r'nproc_per_node=\d+', f'nproc_per_node={processes}', command.line)
-    line = re.sub(r'--minutes=[\d.]+', '--minutes=0.02', line)
+    line = re.sub(r'--minutes=[\d.]+', '--minutes=0.1', line)
     if command.needs == 'text':
         for name, example in EXAMPLES.items():
             line = line.replace(name, example)
@@ -146,7 +146,7 @@ def small(script, argv):
         return [*SMALL, *SMALL_BATCH, *SMALL_MODEL, '--steps=1']
     if script != 'train' or '--help' in argv:
         return []
-    if '--minutes=0.02' in argv:
+    if '--minutes=0.1' in argv:
         return ['--eval_iters=1', *SMALL_BATCH, *SMALL_MODEL]
     if '--init_from=resume' in argv:
         return ['--max_iters=8', '--device=cpu']

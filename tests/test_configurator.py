@@ -80,7 +80,6 @@ wandb_run_name = 'ft-' + str(time.time())
     dict(out_dir='out-shakespeare-char', always_save_checkpoint=False, beta2=0.99,
          dataset='shakespeare_char', n_layer=6, n_head=6, n_embd=384, dropout=0.2,
          learning_rate=1e-3, min_lr=1e-4, warmup_iters=100),
-    dict(init_from='gpt2-xl', batch_size=1, max_iters=20, decay_lr=False),
     dict(eval_iters=500, eval_only=True, init_from='gpt2')],
     ids=lambda settings: next(iter(settings)))
 def test_a_config_file_of_nanogpt_works_as_it_is(settings, tmp_path):

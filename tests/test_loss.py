@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, GPTConfig
 from plaingpt.training.loss import (
@@ -60,6 +61,25 @@ def test_what_is_compiled_computes_the_same(training):
     torch.testing.assert_close(
         fused_cross_entropy(logits.clone(), V, targets[:, None], training),
         summed_cross_entropy(logits.clone(), V, targets, training))
+
+
+class LargestResult(TorchDispatchMode):
+    """Notes how many numbers the largest tensor has that is computed."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        if isinstance(result, torch.Tensor):
+            self.numbers = max(self.numbers, result.numel())
+        return result
+
+
+def test_no_more_logits_than_those_of_a_chunk_are_there_at_once():
+    head, x, targets = head_and_text()
+    with LargestResult() as largest:
+        ours(x, head, targets)
+    assert largest.numbers == 16 * PADDED
 
 
 @pytest.mark.parametrize('device, tokens, vocab_size, chunk', [

@@ -94,9 +94,3 @@ def test_scripts_that_need_no_torch_start_without_it(script):
 def test_a_hint_names_a_command_as_this_one_was_started(started, hint, monkeypatch):
     monkeypatch.setenv('PLAINGPT_STARTED_AS', started)
     assert command_for('sample') == hint
-
-
-def test_in_its_own_folder_a_hint_is_short(monkeypatch):
-    monkeypatch.setenv('PLAINGPT_STARTED_AS', f'{ROOT}/train.py')
-    monkeypatch.chdir(ROOT)
-    assert command_for('sample') == 'python sample.py'

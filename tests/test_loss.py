@@ -4,12 +4,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, GPTConfig
-from plaingpt.training.loss import (
-    chunk_size,
-    chunked_cross_entropy,
-    fused_cross_entropy,
-    summed_cross_entropy,
-)
+from plaingpt.training.loss import chunked_cross_entropy, fused_cross_entropy, summed_cross_entropy
 
 V, PADDED = 250, 256  # little padding: it is computed along
 
@@ -80,15 +75,6 @@ def test_no_more_logits_than_those_of_a_chunk_are_there_at_once():
     with LargestResult() as largest:
         ours(x, head, targets)
     assert largest.numbers == 16 * PADDED
-
-
-@pytest.mark.parametrize('device, tokens, vocab_size, chunk', [
-    ('cuda', 1, 2048, 2048), ('cuda', 8191, 2048, 2048), ('cuda', 12288, 2048, 4096),
-    ('cuda', 65536, 2048, 8192), ('cpu', 65536, 50257, 8192),
-    ('cpu', 65536, 256, 4096), ('cpu', 65536, 2048, 512)])  # whose logits stay in the cache
-def test_automatic_chunks_are_large_where_the_batch_is(device, tokens, vocab_size, chunk):
-    assert chunk_size('auto', tokens, vocab_size, device) == chunk
-    assert chunk_size(100, tokens, vocab_size, device) == 100
 
 
 @pytest.mark.parametrize('loss_function', [None, chunked_cross_entropy])

@@ -67,19 +67,8 @@ def test_a_log_with_no_other_lines_is_an_error_that_names_it(
     assert f'{tmp_path / log}: ' in fails(capsys, monkeypatch, plot.main, tmp_path, *options)
 
 
-@pytest.mark.parametrize('change', [
-    {'config': None}, {'config': {}}, {'config': {'warmup_iters': 'two'}}, {'ending': 3},
-    {'end': {'iter': '6'}}, {'from_scratch': None}, {'train_tokens': 'many'}], ids=str)
-def test_a_run_json_with_a_wrong_value_is_an_error_that_names_it(
-        change, trained, tmp_path, capsys, monkeypatch):
-    shutil.copytree(trained, tmp_path / 'out')
-    path = tmp_path / 'out/run.json'
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    assert f'{path} ' in fails(capsys, monkeypatch, plot.main, tmp_path / 'out')
-
-
-@pytest.mark.parametrize('text', ['', '{"config": {', '\x00', '[]', 'null', '{}'])
-def test_a_run_json_that_is_not_an_object_is_an_error_that_names_it(
+@pytest.mark.parametrize('text', ['', '{"config": {', '[]', '{}', '{"config": {"dataset": 3}}'])
+def test_a_damaged_run_json_is_an_error_that_names_it(
         text, trained, tmp_path, capsys, monkeypatch):
     shutil.copytree(trained, tmp_path / 'out')
     path = tmp_path / 'out/run.json'

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from chat_model import ANSWERS
-from processes import exit_code, fails, fork, wait_until
+from processes import exit_code, fork, wait_until
 
 import plaingpt
 import sample
@@ -214,12 +214,6 @@ def test_other_machines_need_the_key(trained, tmp_path):
                             Access_Control_Request_Method='POST')
         assert preflight.status == 200  # a browser sends no key with it
         assert 'sesame' not in log.read_text()
-
-
-@pytest.mark.parametrize('key', ['schlüssel', 'two words', 'line\n'])
-def test_a_key_that_no_header_can_hold_is_refused(key, capsys, monkeypatch):
-    monkeypatch.setenv('PLAINGPT_API_KEY', key)
-    assert 'PLAINGPT_API_KEY' in fails(capsys, monkeypatch, serve.main, 'missing')
 
 
 # -----------------------------------------------------------------------------

@@ -103,6 +103,7 @@ serve run --host=my.example                 → API_KEY
 
 plan --init_from=gpt2 --dataset=chars       → 50257
 plan --init_from=run --block_size=32        → block_size=32 16
+plan --gpu=4090                             → gpu=4090 --gpu_memory_gb
 plan --init_from=gpt3                       → gpt3 gpt2
 plan --init_from=resume --out_dir=data      → data
 

@@ -156,7 +156,7 @@ def files(folder):
 
 
 @pytest.mark.parametrize('refused', [row for row in REFUSED.splitlines() if row])
-def test_a_refusal_is_one_line_that_names_the_mistake_and_writes_nothing(
+def test_a_refusal_writes_nothing_but_one_line_that_names_the_mistake(
         refused, trained, char_data, tmp_path, capsys, monkeypatch):
     line, named = (part.strip() for part in refused.split(' → '))
     line, _, code = line.partition('LINE.py ')

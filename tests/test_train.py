@@ -79,6 +79,13 @@ def test_eval_only_writes_nothing(tiny, trained, tmp_path, capsys):
     assert files() == before
 
 
+def test_eval_only_works_while_a_run_trains_in_the_folder(tiny, trained, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path / 'out')
+    with train.lock_output_dir(tmp_path / 'out'):
+        train.main([*tiny, '--init_from=resume', '--eval_only'])
+    assert 'val loss' in capsys.readouterr().out
+
+
 def test_a_run_of_no_steps_saves_no_weights(tiny, tmp_path, capsys):
     train.main([*tiny, '--max_iters=0'])
     assert 'sample.py' not in capsys.readouterr().out

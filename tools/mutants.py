@@ -89,11 +89,13 @@ def tests_of(mutant, reached, sizes):
     tests = set().union(*reaching)
     if reaching and not tests:  # at the import alone
         tests = set().union(*reached[file].values())
-    subject = {Path(file).parent.name, f'test_{Path(file).stem}'}
 
     def rank(test):
-        names = {Path(test.partition('::')[0]).parent.name, Path(test.partition('::')[0]).stem}
-        return not subject & names, sizes[test]
+        path = Path(test.partition('::')[0])
+        is_related = path.parent.name == Path(file).parent.name or any(
+            name.removeprefix('test_').startswith(Path(file).stem)  # train.py: tests/training
+            for name in (path.stem, path.parent.name))
+        return not is_related, sizes[test]
     return sorted(tests, key=rank)[:TESTS]
 
 

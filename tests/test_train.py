@@ -16,6 +16,7 @@ import train
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import monitor
 from plaingpt.training.optimizers import build_optimizer
+from plaingpt.training.schedules import get_lr
 from plaingpt.training.settings import TrainConfig
 
 

@@ -17,7 +17,7 @@ from sample_data import SHARED, conversations
 
 MODEL = options(n_layer=1, n_head=2, n_embd=32)
 TRAIN = options(dataset='mine', block_size=64, batch_size=4, gradient_accumulation_steps=2,
-                eval_interval=10, eval_iters=20, learning_rate=1e-2, warmup_iters=1,
+                eval_interval=10, eval_iters=4, learning_rate=1e-2, warmup_iters=1,
                 lr_decay_iters=20, device='cpu', dtype='float32', report=False)
 NEW_TOKENS = 12
 SAMPLE = options(num_samples=1, max_new_tokens=NEW_TOKENS, temperature=0, device='cpu')

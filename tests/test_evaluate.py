@@ -3,7 +3,6 @@ import math
 import shutil
 import sys
 from contextlib import nullcontext
-from unittest import mock
 
 import pytest
 import torch
@@ -59,55 +58,72 @@ def loss_of_all(model, ids, T):
 # lm-evaluation-harness
 
 
-def test_each_kind_of_request_of_lm_eval_is_answered_as_by_its_model_of_transformers(exported):
-    pytest.importorskip('lm_eval')
-    from lm_eval.api.instance import Instance
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.models.huggingface import HFLM
+def requests(kind, *arguments):
+    instance = pytest.importorskip('lm_eval.api.instance')
+    return [instance.Instance(kind, {}, each, i) for i, each in enumerate(arguments)]
 
+
+@pytest.fixture
+def models(exported):
+    """The same model as lm_eval asks ours, and as it asks transformers."""
+    TemplateLM = pytest.importorskip('lm_eval.api.model').TemplateLM
+    from lm_eval.models.huggingface import HFLM
     model, tokenizer, *_ = load(ModelChoice(str(exported)))
     ours = type('Ours', (lm_eval_model.Requests, TemplateLM), {})(
         model, tokenizer, 2, torch.no_grad())
-    theirs = HFLM(pretrained=str(exported), max_length=128, dtype='float32', device='cpu')
+    return ours, HFLM(pretrained=str(exported), max_length=128, dtype='float32', device='cpu')
 
-    def requests(kind, *arguments):
-        return [Instance(kind, {}, each, i) for i, each in enumerate(arguments)]
+
+def test_lm_eval_gets_the_likelihoods_of_transformers(models):
+    ours, theirs = models
     pairs = requests('loglikelihood', ('The cat', ' sat'), ('', 'Dogs'), ('a ' * 90, 'b c'))
+    for (logp, is_greedy), expected in zip(ours.loglikelihood(pairs), theirs.loglikelihood(pairs),
+                                           strict=True):
+        assert logp == pytest.approx(expected[0], rel=1e-4)
+        assert is_greedy == expected[1]
     texts = requests('loglikelihood_rolling', ('short',), ('long text ' * 40,))
-    for found, expected in zip(ours.loglikelihood(pairs), theirs.loglikelihood(pairs),
-                               strict=True):
-        assert found[0] == pytest.approx(expected[0], rel=1e-4) and found[1] == expected[1]
     assert ours.loglikelihood_rolling(texts) == pytest.approx(
         theirs.loglikelihood_rolling(texts), rel=1e-4)
+
+
+def test_lm_eval_gets_the_text_of_transformers(models):
+    ours, theirs = models
     whole, = ours.generate_until(requests('generate_until', ('The cat', {'max_gen_toks': 20})))
     stop = whole[5]
-    cut = {'max_gen_toks': 20, 'until': [stop], 'do_sample': False}
-    assert ours.generate_until(requests('generate_until', ('The cat', cut))) \
-        == theirs.generate_until(requests('generate_until', ('The cat', cut))) \
-        == [whole[:whole.index(stop)]]
+    stopped = requests('generate_until', (
+        'The cat', {'max_gen_toks': 20, 'until': [stop], 'do_sample': False}))
+    assert ours.generate_until(stopped) == theirs.generate_until(stopped)
+    assert ours.generate_until(stopped) == [whole[:whole.index(stop)]]
 
 
-def test_lm_eval_asks_for_more_than_block_size_tokens_and_none_is_left_out():
-    pytest.importorskip('lm_eval')
-    model, encode = shaken(block_size=16), ByteTokenizer().encode
-    ours = lm_eval_model.Requests(model, ByteTokenizer(), 2, nullcontext())
-    ids = torch.tensor([97, *encode('b' * 36 + 'end')])
-    logp = ours._loglikelihood_tokens([
-        (None, [97], ids[1:].tolist()), (None, [*encode('x' * 99)], [*encode('yes')]),
-        (None, [97], []), (None, [*encode('x' * 14)], [*encode('yes')])])
+@pytest.fixture
+def short_model():
+    return shaken(block_size=16)
+
+
+@pytest.fixture
+def short(short_model):
+    """short_model as lm_eval asks it."""
+    return lm_eval_model.Requests(short_model, ByteTokenizer(), 2, nullcontext())
+
+
+def test_no_token_of_an_answer_longer_than_block_size_is_left_out(short, short_model):
+    ids = torch.tensor([97, *ByteTokenizer().encode('b' * 36 + 'end')])
+    logp, = short._loglikelihood_tokens([(None, [97], ids[1:].tolist())])
     # 39 = 7 + 16 + 16 tokens, each after the token before its part
-    parts = [(0, 7), (7, 23), (23, 39)]
-    total = -sum(F.cross_entropy(model(ids[None, a:b])[0][0], ids[a + 1:b + 1], reduction='sum')
-                 for a, b in parts)
-    assert logp[0] == (pytest.approx(total.item(), rel=1e-4), False)
-    assert logp[1] == logp[3] and logp[2] == (0.0, True)
-    prompts = []
-    with mock.patch.object(lm_eval_model.TextGenerator, 'write',
-                           lambda self, ids, *rest: [prompts.append(ids[0]) or '']):
-        for n in (2, 16, 99):
-            request = mock.Mock(args=('a long prompt that is cut', {'max_gen_toks': n}))
-            ours.generate_until([request])
-    assert [len(prompt) for prompt in prompts] == [14, 8, 8]
+    total = -sum(F.cross_entropy(short_model(ids[None, a:b])[0][0], ids[a + 1:b + 1],
+                                 reduction='sum')
+                 for a, b in ((0, 7), (7, 23), (23, 39)))
+    assert logp == (pytest.approx(total.item(), rel=1e-4), False)
+
+
+@pytest.mark.parametrize(('new_tokens', 'prompt'), [(2, 14), (16, 8), (99, 8)])
+def test_a_prompt_is_cut_at_its_start_so_that_new_tokens_fit(short, new_tokens, prompt):
+    text, options = 'a long prompt that is cut', {'max_gen_toks': new_tokens}
+    long, cut, too_short = short.generate_until(requests('generate_until', *(
+        (each, options) for each in (text, text[-prompt:], text[1 - prompt:]))))
+    assert long == cut
+    assert long != too_short
 
 
 def test_tasks_of_lm_eval_are_scored_beside_text(exported, tmp_path, monkeypatch):
@@ -136,23 +152,24 @@ def test_the_validation_loss_is_that_of_each_token_once(trained, char_data, tmp_
     assert 0 < scores['loss_stderr'] < 0.1
 
 
-def test_of_other_data_the_share_that_was_trained_on_is_told(trained, char_data, tmp_path):
+@pytest.mark.parametrize(('split', 'share'), [('train', 1), ('val', 0)])
+def test_the_share_of_a_text_that_was_trained_on_is_told(
+        split, share, trained, char_data, tmp_path):
     text = open_dataset(char_data)
-    tokens = [text.split(split).read(0, 9000) for split in ('train', 'val')]
-    (tmp_path / 'copies.txt').write_text(text.tokenizer().decode(tokens[0]))
-    prepare.main(['text', f'{tmp_path}/copies.txt', f'--tokenizer={char_data}',
-                  '--data_dir=data/copies'])
-    run = f'--out_dir={trained}'
-    scores = scores_of(tmp_path, run, '--dataset=copies', '--tasks=val,train')
-    assert all(scores[split]['in_train'] > 0.9 for split in ('val', 'train'))
-    assert 'in_train' not in scores_of(tmp_path, run)['val']  # meta.json has it
-    (tmp_path / 'new.txt').write_text(text.tokenizer().decode(tokens[1]))
-    for name, share in (('copies', 1), ('new', 0)):
-        scores = scores_of(tmp_path, run, '--tasks=text', f'--data={tmp_path}/{name}.txt')
-        assert scores['text']['in_train'] == pytest.approx(share, abs=0.05)
+    (tmp_path / 'a.txt').write_text(text.tokenizer().decode(text.split(split).read(0, 9000)))
+    scores = scores_of(tmp_path, f'--out_dir={trained}', '--tasks=text', f'--data={tmp_path}/a.txt')
+    assert scores['text']['in_train'] == pytest.approx(share, abs=0.05)
 
 
-def test_a_run_of_1_0_is_sampled_evaluated_and_exported(tmp_path, capsys):
+def test_the_share_of_a_dataset_that_was_trained_on_is_told(trained, char_data, tmp_path):
+    text = open_dataset(char_data)
+    (tmp_path / 'a.txt').write_text(text.tokenizer().decode(text.split('train').read(0, 9000)))
+    prepare.main(['text', f'{tmp_path}/a.txt', f'--tokenizer={char_data}', '--data_dir=data/a'])
+    scores = scores_of(tmp_path, f'--out_dir={trained}', '--dataset=a')
+    assert scores['val']['in_train'] > 0.9
+
+
+def test_every_command_reads_a_run_of_1_0(tmp_path, capsys):
     shutil.copytree(ROOT / 'tests/data/format_1', tmp_path / 'old')
     run = f'--out_dir={tmp_path}/old/run'
     scores = scores_of(tmp_path, run, f'--dataset={tmp_path}/old/dataset')['val']
@@ -165,17 +182,17 @@ def test_a_run_of_1_0_is_sampled_evaluated_and_exported(tmp_path, capsys):
 
 
 def test_the_scores_do_not_depend_on_batch_size_or_processes(trained, tmp_path):
-    found = [scores_of(tmp_path, f'--out_dir={trained}', f'--batch_size={n}')['val']
-             for n in (7, 10**12)]  # of which no batch is made
+    results = [scores_of(tmp_path, f'--out_dir={trained}', f'--batch_size={n}')['val']
+               for n in (7, 10**12)]  # of which no batch is made
     launch(evaluate.main, 2, tmp_path, f'--out_dir={trained}', '--device=cpu',
            f'--output={tmp_path}/two.json')
-    found.append(json.loads((tmp_path / 'two.json').read_text())['results']['val'])
+    results.append(json.loads((tmp_path / 'two.json').read_text())['results']['val'])
     for key in ('loss', 'loss_stderr', 'bits_per_byte'):
-        values = [scores[key] for scores in found]
+        values = [scores[key] for scores in results]
         assert max(values) - min(values) < 1e-6
 
 
-@pytest.mark.parametrize('n', [1, 127, 128, 129, 300])
+@pytest.mark.parametrize('n', [1, 128, 129, 300])
 def test_each_token_of_a_file_is_scored_once(exported, tmp_path, n):
     text = ('naïve text, ' * 30).encode()[:n].decode()
     (tmp_path / 'book.txt').write_text(text, encoding='utf-8')
@@ -188,17 +205,17 @@ def test_each_token_of_a_file_is_scored_once(exported, tmp_path, n):
     assert scores['bits_per_byte'] == pytest.approx(loss / math.log(2), abs=1e-5)
 
 
-def test_what_tasks_of_lm_eval_lack_is_one_line_before_anything_is_done(
+def test_what_tasks_of_lm_eval_lack_is_told_before_anything_is_done(
         tiny, trained, tmp_path, capsys, monkeypatch):
     task = write_tasks(tmp_path, monkeypatch)[0]
 
-    def asks(words, name):
-        for main, argv in ((evaluate.main, [f'--out_dir={trained}', f'--tasks=val,{name}']),
-                           (train.main, [*tiny, f'--eval_tasks={name}', '--dataset=nowhere'])):
-            assert words in fails(capsys, monkeypatch, main, *argv)
-        assert not list(tmp_path.glob('out/*')) and not (tmp_path / 'data').exists()
-    asks("'vla' is not a registered task", 'vla')
+    def check(tasks, named):
+        for main, argv in ((evaluate.main, [f'--out_dir={trained}', f'--tasks=val,{tasks}']),
+                           (train.main, [*tiny, f'--eval_tasks={tasks}', '--dataset=nowhere'])):
+            assert named in fails(capsys, monkeypatch, main, *argv)
+        assert not list(tmp_path.glob('out/*'))
+    check('vla', "'vla'")
     (tmp_path / 'questions.jsonl').unlink()
-    asks('lm_eval cannot load them: ', task)
+    check(task, 'questions.jsonl')
     monkeypatch.setitem(sys.modules, 'lm_eval.tasks', None)
-    asks('pip install lm_eval', 'hellaswag')
+    check('hellaswag', 'pip install lm_eval')

@@ -15,6 +15,10 @@ SECTIONS = [section for section in SECTIONS if '```diff' in section]  # the rest
 BLOCK = re.compile(r'^```(\w+)\n(.*?)^```$', re.M | re.S)
 
 
+def title(section):
+    return section.partition('\n')[0]
+
+
 def blocks(text, kind):
     return [body for language, body in BLOCK.findall(text) if language == kind]
 
@@ -42,21 +46,25 @@ def before(tmp_path_factory):
     return folder
 
 
-def test_each_change_is_to_one_file_and_applies():
-    for section in SECTIONS:
-        diff, = blocks(section, 'diff')
-        assert len(re.findall(r'^\+\+\+ ', diff, re.M)) == 1
-        subprocess.run(['git', 'apply', '--check', '-'], input=diff, text=True, cwd=ROOT,
-                       check=True)
+@pytest.mark.parametrize('section', SECTIONS, ids=title)
+def test_a_change_is_to_one_file(section):
+    diff, = blocks(section, 'diff')
+    assert len(re.findall(r'^\+\+\+ ', diff, re.M)) == 1
+
+
+@pytest.mark.parametrize('section', SECTIONS, ids=title)
+def test_a_change_applies(section):
+    diff, = blocks(section, 'diff')
+    done = subprocess.run(['git', 'apply', '--check', '-'], input=diff, text=True, cwd=ROOT)
+    assert done.returncode == 0
 
 
 @pytest.mark.parametrize('section', [
-    pytest.param(section, id=(name := section.partition('\n')[0]),
-                 marks=[] if name == 'An activation' else pytest.mark.slow)
-    for section in SECTIONS])
+    pytest.param(section, marks=[] if title(section) == 'An activation' else pytest.mark.slow)
+    for section in SECTIONS], ids=title)
 def test_a_change_works(before, section, tmp_path):
     folder = tmp_path / 'copy'
     shutil.copytree(before, folder)
     diff, = blocks(section, 'diff')
     subprocess.run(['git', 'apply', '-'], input=diff, text=True, cwd=folder, check=True)
-    run_commands(section, folder)
+    run_commands(section, folder)  # asserts

@@ -28,17 +28,17 @@ MISTAKES = {
         'plaingpt/data/batches.py', 'self.shift += sequences - self.sequences_before(step)',
         'self.shift += sequences',
         'training/test_equal_runs.py::'
-        'test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit'),
+        'test_a_resumed_run_matches_the_uninterrupted_one'),
     'checksums are not compared': (
         'plaingpt/training/checkpoint.py', "if found != chunk['sha256']", 'if not found',
-        'training/test_checkpoint.py::test_every_flipped_bit_is_found_by_name'),
+        'training/test_checkpoint.py::test_every_flipped_bit_is_found'),
     'gradients are not clipped': (
         'plaingpt/training/step.py', 'self.grad_clip or math.inf', 'math.inf',
-        'test_train.py::test_each_step_has_the_learning_rate_of_the_schedule_and_a_clipped_'
-        'gradient'),
+        'test_train.py::test_each_step_has_the_learning_rate_of_the_schedule_with_a_'
+        'clipped_gradient'),
     'the cosine rises': (
         'plaingpt/training/schedules.py', '0.5 * (1 + math.cos(', '0.5 * (1 - math.cos(',
-        'test_train.py::test_the_learning_rate_warms_up_and_falls_on_a_cosine'),
+        'training/test_schedules.py::test_the_learning_rate_falls_on_a_cosine_after_a_warmup'),
     'cached positions are off by one': (
         'plaingpt/inference/generation.py', 'else slice(begin, self.end)',
         'else slice(begin + 1, self.end + 1)',

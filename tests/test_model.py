@@ -29,14 +29,13 @@ def tokens(*shape, vocab_size=65):
     return torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(1))
 
 
-def test_the_four_sizes_of_gpt2_have_the_published_parameters():
-    for n_layer, n_head, n_embd, parameters in (
-            (12, 12, 768, 124_439_808), (24, 16, 1024, 354_823_168),
-            (36, 20, 1280, 774_030_080), (48, 25, 1600, 1_557_611_200)):
-        with torch.device('meta'):
-            model = GPT(GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd))
-        assert model.num_parameters() == parameters
-    assert GPTConfig(n_embd=768, mlp='swiglu').mlp_width == 2048  # two thirds of 4 · 768
+@pytest.mark.parametrize(('n_layer', 'n_head', 'n_embd', 'parameters'), [
+    (12, 12, 768, 124_439_808), (24, 16, 1024, 354_823_168), (36, 20, 1280, 774_030_080),
+    (48, 25, 1600, 1_557_611_200)])
+def test_a_size_of_gpt2_has_the_published_parameters(n_layer, n_head, n_embd, parameters):
+    with torch.device('meta'):
+        model = GPT(GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd))
+    assert model.num_parameters() == parameters
 
 
 def test_a_token_sees_only_those_before_it(model):
@@ -58,19 +57,24 @@ def test_weights_start_as_in_gpt2():
             assert (p == (1 if name.endswith('weight') else 0)).all(), name
 
 
-def test_padding_of_the_vocabulary_and_targets_of_minus_one_count_nowhere(model):
+def test_targets_of_minus_one_count_for_nothing(model):
     idx, targets = tokens(2, 16), tokens(2, 16).flip(1)
     targets[1, 3:] = -1
     logits, loss = model(idx, targets)
-    assert model.lm_head.weight.shape[0] == 128 and logits.shape == (2, 16, 65)
-    assert torch.allclose(loss, F.cross_entropy(logits.flatten(0, 1), targets.flatten(),
-                                                ignore_index=-1))
-    loss.backward()
-    assert (model.lm_head.weight.grad[65:] == 0).all()
+    torch.testing.assert_close(loss, F.cross_entropy(logits.flatten(0, 1), targets.flatten(),
+                                                     ignore_index=-1))
+
+
+def test_padding_of_the_vocabulary_counts_for_nothing(model):
+    idx = tokens(2, 16)
+    logits, loss = model(idx, idx)
+    assert model.lm_head.weight.shape[0] == 128
+    assert logits.shape == (2, 16, 65)
     with torch.no_grad():
         model.lm_head.weight[65:] = 100.0  # were they in play, they would win or lose it all
-    again, loss_again = model(idx, targets)
-    assert torch.equal(again, logits) and torch.equal(loss_again, loss)
+    again, loss_again = model(idx, idx)
+    assert torch.equal(again, logits)
+    assert torch.equal(loss_again, loss)
     assert model.generate(idx, 50, temperature=5.0).max() < 65
 
 
@@ -110,18 +114,17 @@ def relative(a, b):
     return ((a - b).norm() / b.norm()).item()
 
 
-def test_the_loss_in_chunks_is_as_exact_as_the_plain_one_in_half_precision():
-    for dtype in (torch.bfloat16, torch.float16):
-        errors = torch.zeros(2)  # of the plain path and of ours, against float32
-        for seed in range(8):  # rounding is luck: only the sum tells
-            torch.manual_seed(seed)
-            model = GPT(SMALL)
-            _, exact = loss_and_gradient(model, model)
-            _, plain = loss_and_gradient(model, model, dtype)
-            model.loss_function = partial(chunked_cross_entropy, chunk=32)
-            _, chunked = loss_and_gradient(model, model, dtype)
-            errors += torch.tensor([relative(plain, exact), relative(chunked, exact)])
-        assert 0 < errors[1] < 1.05 * errors[0], dtype
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_the_loss_in_chunks_is_as_exact_as_the_plain_one_in_half_precision(dtype):
+    plain_error = chunked_error = 0
+    for seed in range(8):  # rounding is luck: only the sum tells
+        torch.manual_seed(seed)
+        model = GPT(SMALL)
+        _, exact = loss_and_gradient(model, model)
+        plain_error += relative(loss_and_gradient(model, model, dtype)[1], exact)
+        model.loss_function = partial(chunked_cross_entropy, chunk=32)
+        chunked_error += relative(loss_and_gradient(model, model, dtype)[1], exact)
+    assert 0 < chunked_error < 1.05 * plain_error
 
 
 def test_float16_gradients_of_a_large_batch_do_not_vanish(model):
@@ -133,31 +136,17 @@ def test_float16_gradients_of_a_large_batch_do_not_vanish(model):
     assert relative(gradient / 2**10, exact) < 0.01
 
 
-def test_activations_computed_again_change_nothing():
+@pytest.mark.parametrize('mode', ['selective', 'full'])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_activations_computed_again_change_nothing(mode, dtype):
     torch.manual_seed(0)
     model = GPT(replace(SMALL, dropout=0.2))
-    for dtype in (torch.float32, torch.bfloat16):
-        loss, gradient = loss_and_gradient(model, model, dtype)
-        for mode in ('selective', 'full'):
-            checkpointed = copy.deepcopy(model)
-            apply_activation_checkpointing(checkpointed, mode)
-            again_loss, again = loss_and_gradient(checkpointed, checkpointed, dtype)
-            assert torch.equal(loss, again_loss) and torch.equal(gradient, again), (mode, dtype)
-            assert checkpointed.state_dict().keys() == model.state_dict().keys()
-
-
-@pytest.mark.parametrize('checkpointing', [
-    'selective', pytest.param('full', marks=pytest.mark.slow)])
-def test_a_compiled_model_computes_the_same(checkpointing):
-    torch.manual_seed(0)
-    model = GPT(replace(SMALL, n_layer=1))
-    expected_loss, expected = loss_and_gradient(model, model)
-    model.loss_function = partial(chunked_cross_entropy, chunk=32)
-    apply_activation_checkpointing(model, checkpointing)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend='aot_eager', fullgraph=True)
-    loss, gradient = loss_and_gradient(model, compiled)
-    assert relative(loss, expected_loss) < 1e-6 and relative(gradient, expected) < 2e-6
+    checkpointed = copy.deepcopy(model)
+    apply_activation_checkpointing(checkpointed, mode)
+    loss, gradient = loss_and_gradient(model, model, dtype)
+    again_loss, again = loss_and_gradient(checkpointed, checkpointed, dtype)
+    assert torch.equal(loss, again_loss)
+    assert torch.equal(gradient, again)
 
 
 def saved_bytes(model, idx):
@@ -176,17 +165,13 @@ def saved_bytes(model, idx):
     return sum(storage.nbytes() for storage in saved.values())
 
 
-def test_the_loss_in_chunks_keeps_no_logits_and_checkpointing_keeps_less():
-    model = GPT(GPTConfig(block_size=16, vocab_size=3000, n_layer=2, n_head=2, n_embd=32))
-    idx = tokens(8, 16)
+def test_the_loss_in_chunks_keeps_no_logits():
+    model, idx = GPT(replace(SMALL, vocab_size=3000)), tokens(8, 16)
     plain = saved_bytes(model, idx)
     model.loss_function = partial(chunked_cross_entropy, chunk=32)
-    in_chunks = saved_bytes(model, idx)
     # what goes: float32 (B·T, V); what comes: the gradients, (B·T, C) and (V, C)
-    assert plain - in_chunks == pytest.approx(4 * (128 * 3000 - 128 * 32 - 3000 * 32), rel=0.02)
-    apply_activation_checkpointing(model, 'full')
-    blocks = in_chunks - 4 * (128 * 32 + 3000 * 32)
-    assert in_chunks - saved_bytes(model, idx) > blocks / 2
+    assert plain - saved_bytes(model, idx) == pytest.approx(
+        4 * (128 * 3000 - 128 * 32 - 3000 * 32), rel=0.02)
 
 
 # -----------------------------------------------------------------------------
@@ -197,25 +182,34 @@ FLAGS = [{'rotary': True}, {'rmsnorm': True}, {'qk_norm': True}, {'mlp': 'relu2'
          {'value_embeddings': True}, {'ngram_rows': 64}, {'ngram_rows': 64, 'ngram': 3}]
 
 
-@pytest.mark.parametrize('flags', FLAGS, ids=lambda flags: '-'.join(flags))
-def test_a_flag_changes_the_model_and_keeps_it_causal(flags):
+@pytest.fixture(params=FLAGS, ids='-'.join)
+def newer(request):
+    """A model with a flag, far from where all models do nothing."""
     torch.manual_seed(0)
-    plain = GPT(SMALL)
+    return spread(GPT(replace(SMALL, **request.param)))
+
+
+def spread(model):
+    for name, p in model.named_parameters():
+        torch.manual_seed(len(name))
+        p.data.mul_(5).add_(torch.randn_like(p) * 0.1)
+    return model.eval()
+
+
+def test_a_flag_changes_the_model(newer):
     torch.manual_seed(0)
-    newer = GPT(replace(SMALL, **flags)).eval()
-    for model in (plain, newer):
-        for name, p in model.named_parameters():  # far from where all models do nothing
-            torch.manual_seed(len(name))
-            p.data.mul_(5).add_(torch.randn_like(p) * 0.1)
-    idx = torch.randint(0, 65, (2, 16))
-    logits = newer(idx)[0]
-    assert not torch.allclose(logits, plain.eval()(idx)[0], atol=1e-3)
+    plain, idx = spread(GPT(SMALL)), tokens(2, 16)
+    assert not torch.allclose(newer(idx)[0], plain(idx)[0], atol=1e-3)
+
+
+def test_a_flag_keeps_the_model_causal(newer):
+    idx = tokens(2, 16)
     changed = idx.clone()
-    changed[:, 10:] = torch.randint(0, 65, (2, 6))
-    torch.testing.assert_close(newer(changed)[0][:, :10], logits[:, :10])
+    changed[:, 10:] = idx[:, 10:].flip(0)
+    torch.testing.assert_close(newer(changed)[0][:, :10], newer(idx)[0][:, :10])
 
 
-def test_each_flag_trains_in_chunks_and_in_bfloat16_as_in_plain_float32():
+def test_each_flag_trains_as_in_plain_float32():
     for flags in FLAGS:
         torch.manual_seed(0)
         model = GPT(replace(SMALL, **flags))
@@ -226,8 +220,8 @@ def test_each_flag_trains_in_chunks_and_in_bfloat16_as_in_plain_float32():
         assert relative(rounded, exact) < 0.05, flags
         model.loss_function = partial(chunked_cross_entropy, chunk=7)
         loss, chunked = loss_and_gradient(model, model)
-        assert relative(loss, exact_loss) < 1e-6 and relative(chunked, exact) < 1e-5, flags
-        assert model(tokens(1, 16), tokens(1, 16))[0] is None  # no logits of all
+        assert relative(loss, exact_loss) < 1e-6, flags
+        assert relative(chunked, exact) < 1e-5, flags
 
 
 def test_zero_init_begins_with_all_tokens_equally_likely():
@@ -262,20 +256,12 @@ print(model.generate(text[:1, :4], 20, temperature=0)[0].tolist())
 '''
 
 
-def test_the_file_alone_trains_and_samples_anywhere(tmp_path):
+def test_the_file_works_without_any_other(tmp_path):
     shutil.copy(ROOT / 'model.py', tmp_path)
     (tmp_path / 'mine.py').write_text(ALONE)
     done = subprocess.run([sys.executable, 'mine.py'], cwd=tmp_path, text=True, capture_output=True,
                           env={**os.environ, 'PYTHONPATH': ''}, timeout=120)
     assert done.stdout == f'{[i % 10 for i in range(24)]}\n', done.stderr
-
-
-def test_an_n_gram_has_a_row_of_its_own_where_there_is_one_for_each():
-    table = NgramEmbedding(replace(SMALL, ngram_rows=65**2))
-    idx = torch.cartesian_prod(torch.arange(65), torch.arange(65))  # all pairs
-    with torch.no_grad():
-        table.weight[:, 0] = torch.arange(65**2)
-    assert len(table(idx)[:, 1, 0].unique()) == 65**2
 
 
 def test_hashes_spread_n_grams_evenly_over_the_rows():
@@ -286,8 +272,8 @@ def test_hashes_spread_n_grams_evenly_over_the_rows():
     assert counts.min() > 20 and counts.max() < 120  # of 65,536 n-grams, 64 for each row
 
 
-@pytest.mark.parametrize('rows', [65**2, 1000, 6 * 333_334, 500_001, 1_000_002, 1_000_003])
-def test_the_tokens_of_an_n_gram_count_in_their_order(rows):
+@pytest.mark.parametrize('rows', [65**2, 1000, 500_001, 1_000_002])
+def test_an_n_gram_depends_on_the_order_of_its_tokens(rows):
     table = NgramEmbedding(replace(SMALL, ngram_rows=rows, ngram=2 if rows == 65**2 else 4))
     torch.manual_seed(0)
     torch.nn.init.normal_(table.weight)

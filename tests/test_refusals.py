@@ -103,6 +103,7 @@ serve run --host=my.example                 → API_KEY
 
 plan --init_from=gpt2 --dataset=chars       → 50257
 plan --init_from=run --block_size=32        → block_size=32 16
+plan --gpu=4090                             → gpu=4090 --gpu_memory_gb
 plan --init_from=gpt3                       → gpt3 gpt2
 plan --init_from=resume --out_dir=data      → data
 
@@ -155,7 +156,7 @@ def files(folder):
 
 
 @pytest.mark.parametrize('refused', [row for row in REFUSED.splitlines() if row])
-def test_a_refusal_is_one_line_that_names_the_mistake_and_writes_nothing(
+def test_a_refusal_writes_nothing_but_one_line_that_names_the_mistake(
         refused, trained, char_data, tmp_path, capsys, monkeypatch):
     line, named = (part.strip() for part in refused.split(' → '))
     line, _, code = line.partition('LINE.py ')

@@ -79,6 +79,13 @@ def test_eval_only_writes_nothing(tiny, trained, tmp_path, capsys):
     assert files() == before
 
 
+def test_eval_only_works_while_a_run_trains_in_the_folder(tiny, trained, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path / 'out')
+    with train.lock_output_dir(tmp_path / 'out'):
+        train.main([*tiny, '--init_from=resume', '--eval_only'])
+    assert 'val loss' in capsys.readouterr().out
+
+
 def test_a_run_of_no_steps_saves_no_weights(tiny, tmp_path, capsys):
     train.main([*tiny, '--max_iters=0'])
     assert 'sample.py' not in capsys.readouterr().out
@@ -143,29 +150,3 @@ def test_an_eager_run_does_not_import_torchs_compiler(tiny, tmp_path):
                 '--report=True', '--film=True']
     subprocess.run([sys.executable, '-c', EAGER_RUNS, *tiny, *settings], cwd=tmp_path, check=True,
                    env={**os.environ, 'PYTHONPATH': str(ROOT)})
-
-
-# -----------------------------------------------------------------------------
-# schedules
-
-
-def test_the_learning_rate_falls_on_a_cosine_after_a_warmup():
-    config = TrainConfig(learning_rate=1.0, min_lr=0.1, warmup_iters=9, lr_decay_iters=109)
-    for it, expected in {0: 0.1, 4: 0.5, 9: 1.0, 59: 0.55, 109: 0.1, 10**6: 0.1}.items():
-        assert get_lr(it, config) == pytest.approx(expected), it
-    assert all(get_lr(i, config) > get_lr(i + 1, config) for i in range(9, 108))
-
-
-@pytest.mark.parametrize(('name', 'expected'), [
-    ('linear', (0.595, 0.325, 0.1)), ('constant', (1.0, 1.0, 1.0)),
-    ('wsd:0.5', (1.0, 0.1 + 0.9 * 25 / 55, 0.1))])
-def test_a_schedule_ends_low_unless_it_is_constant(name, expected):
-    config = TrainConfig(learning_rate=1.0, min_lr=0.1, warmup_iters=10, lr_decay_iters=110,
-                         lr_schedule=name)
-    assert get_lr(0, config) == pytest.approx(1 / 11)
-    assert get_lr(10, config) == 1.0
-    assert [get_lr(it, config) for it in (55, 85, 110)] == pytest.approx(expected)
-
-
-def test_decay_lr_false_keeps_the_learning_rate():
-    assert get_lr(0, TrainConfig(decay_lr=False, learning_rate=0.003)) == 0.003

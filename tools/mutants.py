@@ -3,8 +3,8 @@
     python tools/mutants.py model.py train.py plaingpt/data > mutants.txt
 
 In each file or folder that is named, 50 places are drawn: a comparison is turned, a constant
-changed, a statement left out, two arguments are swapped. Then at most 40 tests of `make test` run
-that reach the lines, also in forks: those of the same subject first, and quick ones. A mutant
+changed, a statement left out, two arguments are swapped. Then those tests of `make test` run that
+reach the lines, also in forks: all of the same subject, and 30 quick ones of others. A mutant
 survives where all pass; some that do change no result.
 """
 
@@ -25,7 +25,7 @@ from coverage import CoverageData
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = [sys.executable, '-m', 'pytest']
-COUNT, SEED, TESTS, LIMIT_S = 50, 1, 40, 300
+COUNT, SEED, OTHER_TESTS, LIMIT_S = 50, 1, 30, 600
 COPIES = 2  # of the project: as many mutants are tried at a time
 TURNED = {ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Eq: ast.NotEq,
           ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot,
@@ -89,12 +89,15 @@ def tests_of(mutant, reached, sizes):
     tests = set().union(*reaching)
     if reaching and not tests:  # at the import alone
         tests = set().union(*reached[file].values())
-    subject = {Path(file).parent.name, f'test_{Path(file).stem}'}
 
-    def rank(test):
-        names = {Path(test.partition('::')[0]).parent.name, Path(test.partition('::')[0]).stem}
-        return not subject & names, sizes[test]
-    return sorted(tests, key=rank)[:TESTS]
+    def is_related(test):
+        path = Path(test.partition('::')[0])
+        return path.parent.name == Path(file).parent.name or any(
+            name.removeprefix('test_').startswith(Path(file).stem)  # train.py: tests/training
+            for name in (path.stem, path.parent.name))
+    ordered = sorted(tests, key=sizes.get)
+    related = [test for test in ordered if is_related(test)]
+    return related + [test for test in ordered if not is_related(test)][:OTHER_TESTS]
 
 
 def is_noticed(folder, mutant, tests):

@@ -61,11 +61,11 @@ def progress_bar(what, total, unit, start=0):
 def run_script(main):
     """Run `main(argv)`. A UserError, or an error of the operating system, is printed as `error: …`
     on stderr, and the exit code is 2."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, 'reconfigure'):  # a notebook's have none
-            stream.reconfigure(errors='replace', line_buffering=True)
-    limit_threads()
     try:
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, 'reconfigure'):  # a notebook's have none
+                stream.reconfigure(errors='replace', line_buffering=True)
+        limit_threads()
         with cores_shared():
             main(sys.argv[1:])
         sys.stdout.flush()

@@ -63,8 +63,10 @@ def block_seconds(shape, batch_size, dtypes, until_clear=False):
 
     Sequences are as long and as many as in training, as far as PASS_FLOPS and LONGEST allow. One
     thread computes, and its CPU time counts: on a busy machine the clock says nothing."""
-    tokens = int(PASS_FLOPS / (6 * 12 * shape.n_embd**2))  # the block has 12·C² weights
-    length = min(shape.block_size, tokens, LONGEST)
+    length = min(shape.block_size, LONGEST)
+    # A block has 12·C² weights; attention as in PaLM's count (Chowdhery et al. 2022, appendix B).
+    tokens = int(PASS_FLOPS / (6 * 12 * shape.n_embd**2 + 12 * shape.n_embd * length))
+    length = min(length, tokens)
     sequences = tokens // length if batch_size == 'auto' else min(batch_size, tokens // length)
     shape = replace(shape, n_layer=1, vocab_size=1, block_size=length)
     threads, seconds = torch.get_num_threads(), {dtype: [] for dtype in dtypes}

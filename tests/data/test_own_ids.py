@@ -92,6 +92,13 @@ def test_floats_are_refused_by_name(dtype, vocab_size, tmp_path):
             open_foreign(tmp_path / 'ids.bin', vocab_size)
 
 
+@pytest.mark.parametrize('data', [b'', b'\1', MOVES.astype('<u2').tobytes() + b'\1'])
+def test_a_file_that_ends_within_an_id_is_refused(data, tmp_path):
+    (tmp_path / 'ids.bin').write_bytes(data)
+    with pytest.raises(UserError, match=r'ids\.bin'):
+        open_foreign(tmp_path / 'ids.bin', 1500)
+
+
 # -----------------------------------------------------------------------------
 # arrays of numpy
 
@@ -109,6 +116,14 @@ def test_npy_files_are_read(dtype, tmp_path):
     dataset = open_dataset(tmp_path, 1500)
     assert np.array_equal(dataset.split('train').read(0, 9999), MOVES[:3600])
     assert np.array_equal(dataset.split('val').read(0, 9999), MOVES[3600:])
+
+
+@pytest.mark.parametrize('array', [
+    MOVES.astype('f4'), MOVES.reshape(2, -1), MOVES > 3, np.array([{}]), np.array(3)])
+def test_arrays_of_anything_but_ids_are_refused(array, tmp_path):
+    np.save(tmp_path / 'train.npy', array)
+    with pytest.raises(UserError, match=r'train\.npy'):
+        open_dataset(tmp_path, 1500).split('train')
 
 
 # -----------------------------------------------------------------------------

@@ -73,6 +73,7 @@ def test_the_newest_checkpoints_are_kept_besides_the_best(save, tmp_path):
     for iter_num, val_loss in ((10, 3.0), (20, 1.0), (30, None), (40, 2.0), (50, 2.5)):
         save(iter_num, val_loss, keep=2)
     assert iterations(tmp_path) == [50, 40, 20]
+    assert not list(tmp_path.rglob('*.tmp'))  # which older ones became before they went
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ class ConversationReader:
         """[the conversation]. Raises Unusable."""
         messages = self.read_messages(row, where)
         check_order(messages, where)
-        if not any(map(is_learned, messages)):
+        if not any(map(is_in_loss, messages)):
             raise Unusable(where, 'no reply of the assistant to learn')
         if self.plain:
             return ['\n'.join(message['content'] for message in messages)]
@@ -155,7 +155,7 @@ def has_content(value):
     return value not in (None, '', [], {}) and not (isinstance(value, str) and value.isspace())
 
 
-def is_learned(message):
+def is_in_loss(message):
     """Whether a message counts in the loss: OpenAI's `weight` of 0 takes it out."""
     return message['role'] == 'assistant' and message.get('weight') != 0
 

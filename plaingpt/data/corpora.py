@@ -9,7 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from plaingpt.data.dataset import dataset_folder, has_token_files, open_named, read_names
+from plaingpt.data.dataset import (
+    dataset_folder,
+    has_token_files,
+    open_dataset_spec,
+    parse_dataset_spec,
+)
 from plaingpt.data.tokenizers import GPT2Tokenizer
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
@@ -153,7 +158,7 @@ def describe_corpus(corpus):
     return ', '.join(filter(None, parts))
 
 
-def table():
+def corpus_table():
     """The corpora, a line each, for --help."""
     lines = []
     for name, corpus in CORPORA.items():
@@ -167,10 +172,10 @@ def find_dataset_size(text, vocab_size=0):
     from), before it is prepared too. vocab_size: in place of what is found, unless it is 0. Raises
     UserError."""
     if has_token_files(text):
-        dataset = open_named(text, vocab_size)
+        dataset = open_dataset_spec(text, vocab_size)
         tokens = sum(len(part.dataset.split('train')) for part in dataset.parts)
         return vocab_size or dataset.vocab_size, tokens, str(dataset.folder)
-    name = next(name for name in read_names(text) if not has_token_files(name))
+    name = next(name for name in parse_dataset_spec(text) if not has_token_files(name))
     corpus = CORPORA.get(name, Corpus(''))
     tokens = corpus.tokens or None if name == text else None
     return vocab_size or corpus.vocab_size, tokens, f'{dataset_folder(name)} is not prepared'

@@ -6,7 +6,7 @@ A source yields its text in pieces, in an order that is always the same, one in 
     source.position()      how much of source.total is read, in source.unit
     source.total           how much there is, or None where that is unknown
     source.identity()      text that changes when the input changes
-    source.is_one_text     True where few files are one text, which is not split into documents
+    source.is_continuous     True where few files are one text, which is not split into documents
     source.report()        prints what the last pass left out
 """
 
@@ -98,7 +98,7 @@ def holds_parquet_alone(name):
 class Source:
     """What sources have in common: rows, of which a few may be unusable."""
 
-    is_one_text = False
+    is_continuous = False
 
     def __init__(self, name, reader, strict):
         """reader: its texts(row, where) are the documents in a row; strict: each row or file that
@@ -113,18 +113,18 @@ class Source:
 
     def read_row(self, where, row):
         """The documents in a row; none if it cannot be used, which is counted."""
-        self.rows.seen += 1
+        self.rows.total += 1
         try:
             if isinstance(row, Unusable):
                 raise row
             return self.reader.texts(row, where)
         except Unusable as problem:
-            self.rows.leave_out(problem, self.estimate_rows())
+            self.rows.skip(problem, self.estimate_rows())
             return ()
 
     def report(self):
         """Print what the last pass left out. Raises UserError where that is too much."""
-        self.rows.check(self.rows.seen)
+        self.rows.check(self.rows.total)
         for line in (*self.rows.describe(), *self.reader.describe()):
             print(line)
 
@@ -150,7 +150,7 @@ class Files(Source):
         self._done = 0
 
     @property
-    def is_one_text(self):
+    def is_continuous(self):
         return self.file_chars is not None
 
     @cached_property
@@ -173,7 +173,7 @@ class Files(Source):
     def pieces(self):
         line_open = False  # the file before ends within a line
         for text, new_document in self.read_files():
-            if self.is_one_text:
+            if self.is_continuous:
                 # A piece of its own: a tokenizer's sample hashes the text of the pieces, and would
                 # else depend on the order of the files.
                 if line_open and new_document:
@@ -187,19 +187,19 @@ class Files(Source):
         self.reader.restart()
         self.rows.restart()
         self.files.restart()
-        self.files.seen = len(self.paths)
+        self.files.total = len(self.paths)
         for path, size in zip(self.paths, self.sizes, strict=True):
             try:
                 yield from self.read_file(path, size)
             except Unusable as problem:
                 if path in self.named or len(self.paths) == 1:
                     raise UserError(f'{problem}{self.encoding_advice(problem)}') from None
-                self.files.leave_out(problem)
+                self.files.skip(problem)
                 if len(self.paths) >= ONE_TEXT_FILES:  # else all are named at the end
                     self.files.check(len(self.paths), self.encoding_advice)
             self._done += size
         self.files.check(len(self.paths), self.encoding_advice)
-        self.rows.check(self.rows.seen, self.encoding_advice)
+        self.rows.check(self.rows.total, self.encoding_advice)
 
     def read_file(self, path, size):
         """Yield the same of one file. Raises Unusable."""
@@ -250,7 +250,7 @@ class Files(Source):
         """About how many rows there are in all, by what is read; 0 if unknown."""
         is_parquet = file_format(Path(self._file.name)) == 'parquet'  # is not read in order
         done = self._done if is_parquet else self.position()
-        return int(self.rows.seen * self.total / done) if done else 0
+        return int(self.rows.total * self.total / done) if done else 0
 
     def position(self):
         return self._done + (0 if self._file.closed else self._file.tell())
@@ -396,7 +396,7 @@ class HubDataset(Source):
                     where = f'{self.name}, split {self.splits[split]}, row {number}'
                     for text in self.read_row(where, row):
                         yield Piece(text, True, own)
-        self.rows.check(self.rows.seen)
+        self.rows.check(self.rows.total)
 
     def estimate_rows(self):
         return self.total or 0

@@ -1,18 +1,18 @@
-"""Files and rows that cannot be used: a few are left out and counted, more than 1% are an error."""
+"""Unusable files and rows: a few are skipped and counted, more than 1% are an error."""
 
 from collections import Counter
 
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import count_of
 
-MAX_UNUSABLE = 0.01  # share of the files or rows; if there are more, something else is wrong
-EARLY = 1000  # unusable rows, after which a pass over all rows may stop
-EXAMPLES = 3  # named for each reason
+MAX_UNUSABLE = 0.01  # fraction of the files or rows; beyond it, something else is wrong
+EARLY_STOP = 1000  # unusable rows after which a pass may stop early
+MAX_EXAMPLES = 3  # listed per reason
 
 
 class Unusable(UserError):
-    """A file or row that cannot be used. reason: the same words for all that are alike; details: of
-    this one, and what to do"""
+    """A file or row that cannot be used. reason: by which they are counted; details: of this one,
+    and what to do"""
 
     def __init__(self, where, reason, details=''):
         super().__init__(f'{where}: {reason}{details}')
@@ -20,46 +20,48 @@ class Unusable(UserError):
 
 
 class Tally:
-    """Counts the files or rows that cannot be used, by reason. strict: each is an error"""
+    """Counts unusable files or rows by reason. strict: each is an error"""
 
     def __init__(self, noun, strict=False):
         self.noun, self.strict = noun, strict
         self.restart()
 
     def restart(self):
-        self.seen, self.counts, self.examples = 0, Counter(), {}
+        self.total, self.counts, self.examples = 0, Counter(), {}
 
-    def leave_out(self, problem, total=0):
-        """Count an Unusable. total: about how many there are in all, 0 if unknown. Raises UserError
-        where it is certain that too many are unusable."""
+    def skip(self, problem, estimated_total=0):
+        """Count an Unusable. estimated_total: of all files or rows, 0 if unknown. Raises UserError
+        once too many are certain to be unusable."""
         if self.strict:
             raise problem
         self.counts[problem.reason] += 1
-        self.examples.setdefault(problem.reason, [])
-        if len(self.examples[problem.reason]) < EXAMPLES:
-            self.examples[problem.reason].append(problem)
+        examples = self.examples.setdefault(problem.reason, [])
+        if len(examples) < MAX_EXAMPLES:
+            examples.append(problem)
         count = self.counts.total()
-        if count >= EARLY and (total or count == self.seen):
-            self.check(max(total, self.seen))
+        if count >= EARLY_STOP and (estimated_total or count == self.total):
+            self.check(max(estimated_total, self.total))
 
-    def check(self, total, advice=lambda problem: ''):
-        """Raises UserError where more than 1% of `total` are unusable. advice: what else to do
-        about an Unusable"""
+    def check(self, total, more_advice=None):
+        """Raises UserError if more than 1% of `total` are unusable. more_advice: function of an
+        Unusable → text to append"""
         count = self.counts.total()
-        if count > MAX_UNUSABLE * total:
-            reason, number = self.counts.most_common(1)[0]
-            example, *others = self.examples[reason]
-            why = '' if number == count else f', {number:,} for this reason'
-            if others:
-                why += f', such as {"; ".join(problem.where for problem in others)}'
-            raise UserError(f'{example}{advice(example)} ({count:,} of '
-                            f'{count_of(total, self.noun)} cannot be used{why}; at most '
-                            f'{MAX_UNUSABLE:.0%} may be left out)')
+        if count <= MAX_UNUSABLE * total:
+            return
+        reason, number = self.counts.most_common(1)[0]
+        example, *others = self.examples[reason]
+        advice = more_advice(example) if more_advice else ''
+        counted = f'{count:,} of {count_of(total, self.noun)} cannot be used'
+        if number < count:
+            counted += f', {number:,} for this reason'
+        if others:
+            counted += f', such as {"; ".join(problem.where for problem in others)}'
+        raise UserError(f'{example}{advice} ({counted}; at most {MAX_UNUSABLE:.0%} may be skipped)')
 
     def describe(self):
-        """A line for each reason."""
+        """One line per reason."""
         for reason, number in self.counts.most_common():
-            places = '; '.join(problem.where for problem in self.examples[reason])
-            more = '; …' if number > EXAMPLES else ''
-            yield f'left out {number:,} of {count_of(self.seen, self.noun)}: {reason} ' \
-                  f'({places}{more})'
+            examples = '; '.join(problem.where for problem in self.examples[reason])
+            if number > MAX_EXAMPLES:
+                examples += '; …'
+            yield f'skipped {number:,} of {count_of(self.total, self.noun)}: {reason} ({examples})'

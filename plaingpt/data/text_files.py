@@ -55,7 +55,7 @@ def read_text(path):
 CUT = re.compile(r'(?s:.*\S)(?=[ \n])')
 
 
-def place_to_cut(text, start, characters):
+def find_boundary(text, start, characters):
     """Where to cut a text, at most `characters` after `start`, at white space if possible."""
     if len(text) - start <= characters:
         return len(text)
@@ -69,7 +69,7 @@ def cut_into_pieces(text, piece_chars, margin=0):
     tokens are those of the uncut text."""
     pieces, start = [], 0
     while len(text) - start > piece_chars + margin:
-        end = place_to_cut(text, start, piece_chars)
+        end = find_boundary(text, start, piece_chars)
         pieces.append(text[start:end])
         start = end
     return pieces, text[start:]
@@ -171,11 +171,11 @@ def is_mention(before, after):
         or (after.strip() and MENTION_AFTER.match(after) is not None)
 
 
-def separators_of(tokenizer):
+def separators_for(tokenizer):
     """The Separators of text for a tokenizer, None where that is learned from the text."""
     tokens = set(END_OF_TEXT[:1])
     if tokenizer is not None and tokenizer.end_of_text is not None:
-        names = getattr(tokenizer, 'control_ids', {})  # of a pretrained model's tokenizer
+        names = getattr(tokenizer, 'control_tokens', {})  # a pretrained model's
         tokens |= {name for name, i in names.items()
                    if name in END_OF_TEXT or i == tokenizer.end_of_text}
     return Separators(sorted(tokens))

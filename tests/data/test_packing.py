@@ -11,7 +11,7 @@ from plaingpt.data.dataset import open_dataset
 from plaingpt.data.inspection import find_damage
 from plaingpt.system.errors import UserError
 
-CONVERSATION, USER, ASSISTANT, END = CHAT.conversation, *[CHAT.roles[r] for r in (
+CONVERSATION, USER, ASSISTANT, END = CHAT.bos_id, *[CHAT.roles[r] for r in (
     'user', 'assistant')], CHAT.end_of_turn
 
 

@@ -19,7 +19,7 @@ class Mixed(NoTokens):
     def __init__(self, sizes, shares):
         super().__init__(sum(sizes))
         self.streams, self.shares = [NoTokens(n) for n in sizes], tuple(shares)
-        self.begins = np.cumsum([0, *sizes])
+        self.offsets = np.cumsum([0, *sizes])
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def mixed():
     """A loader of three corpora; where its first 10,000 sequences begin; the corpus of each."""
     loader = MixedLoader(Mixed(SIZES, SHARES), T, 4, seed=7)
     starts = loader.sequence_starts(np.arange(10_000))
-    return loader, starts, np.searchsorted(loader.stream.begins, starts, side='right') - 1
+    return loader, starts, np.searchsorted(loader.stream.offsets, starts, side='right') - 1
 
 
 def test_every_thousand_sequences_have_exact_shares(mixed):
@@ -60,7 +60,7 @@ def test_every_thousand_sequences_have_exact_shares(mixed):
 def test_a_corpus_gives_all_of_an_epoch_before_any_comes_again(mixed):
     loader, starts, corpora = mixed
     for k, part in enumerate(loader.components):
-        mine, n = starts[corpora == k] - loader.stream.begins[k], part.sequences_per_epoch
+        mine, n = starts[corpora == k] - loader.stream.offsets[k], part.sequences_per_epoch
         assert mine.min() >= 0
         assert mine.max() + T + 1 <= SIZES[k]
         for epoch in range(len(mine) // n):

@@ -92,7 +92,7 @@ def test_each_epoch_has_each_sequence_once(packed):
     n = packed.sequences_per_epoch
     for epoch in range(2):
         starts = packed.sequence_starts(epoch * n + np.arange(n))
-        assert sorted(starts) == packed.firsts.tolist()
+        assert sorted(starts) == packed.first_starts.tolist()
 
 
 def test_processes_share_the_steps_of_one(tmp_path):

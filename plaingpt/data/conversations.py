@@ -13,8 +13,8 @@ Each row of a JSON file or a table is one conversation.
 import json
 from dataclasses import dataclass, field
 
-from plaingpt.data.left_out import Unusable
 from plaingpt.data.rows import first_match, list_columns, match_name
+from plaingpt.data.unusable import Unusable
 
 LISTS = 'messages', 'conversations', 'conversation', 'dialogue', 'dialog', 'chat', 'turns', 'data'
 PROMPTS = 'prompt', 'instruction', 'question', 'query', 'input', 'user', 'human'
@@ -230,7 +230,7 @@ def parse_message(row, where, unused):
     if role == 'system' and not has_content(content):
         return []
     if not has_content(content) and any(has_content(row.get(key)) for key in THINKING):
-        raise Unusable(where, 'reasoning without a reply, which train.py does not support',
+        raise Unusable(where, 'thinking without a reply, which train.py does not support',
                        ': make it part of the content')
     message = {'role': role, 'content': content_of(content, where, content_key)}
     if row.get('weight') not in (None, 0, 1):

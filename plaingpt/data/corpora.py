@@ -156,10 +156,14 @@ CORPORA = {
 
 def describe_corpus(corpus):
     """One line on a corpus that need not be prepared."""
-    parts = [corpus.about, '/'.join(filter(None, [corpus.hub, corpus.subset]))]
+    description = corpus.about
+    if corpus.hub:
+        description += f', {corpus.hub}'
+    if corpus.subset:
+        description += f'/{corpus.subset}'
     if corpus.tokens:
-        parts.append(f'about {short(corpus.tokens).replace("G", "B")} tokens')
-    return ', '.join(filter(None, parts))
+        description += f', about {short(corpus.tokens).replace("G", "B")} tokens'
+    return description
 
 
 def corpus_table():

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from plaingpt.data import text_files
-from plaingpt.data.left_out import Tally, Unusable
 from plaingpt.data.rows import FORMATS, ending_of, file_format, read_rows
 from plaingpt.data.text_files import holds_utf8, open_text, read_documents, read_lines
+from plaingpt.data.unusable import Tally, Unusable
 from plaingpt.system.errors import UserError, needs, progress_bar
 from plaingpt.system.files import is_hub_name, write_atomically
 from plaingpt.system.formatting import count_of, one_line, shown
@@ -67,8 +67,8 @@ def open_source(name, corpus, config, folder, reader):
         paths, explicit = corpus.files(), ()
     else:
         paths, explicit = find_files(corpus.files)
-    files = Files(paths, config.input or corpus.url or name, reader, config.documents,
-                  config.encoding, config.strict, explicit)
+    options = FileOptions(config.documents, config.encoding, config.strict)
+    files = Files(paths, config.input or corpus.url or name, reader, options, explicit)
     if is_chat:
         for path in paths:
             if file_format(path) == 'text':
@@ -136,6 +136,17 @@ class Source:
             print(line)
 
 
+class FileOptions(NamedTuple):
+    """See PrepareConfig."""
+
+    documents: str = 'auto'
+    encoding: str = 'utf-8'
+    strict: bool = False
+
+
+DEFAULT_FILE_OPTIONS = FileOptions()
+
+
 class Files(Source):
     """Documents in files of text and of rows. A few text files form one continuous text, joined by
     line breaks, unless they contain end-of-text tokens.
@@ -145,12 +156,11 @@ class Files(Source):
 
     unit = 'B'
 
-    def __init__(self, paths, name, reader, documents='auto', encoding='utf-8', strict=False,
-                 explicit=()):
-        super().__init__(name, reader, strict)
-        self.paths, self.documents, self.encoding = paths, documents, encoding
-        self.explicit = explicit
-        self.files, self.problems = Tally('file', strict), {}
+    def __init__(self, paths, name, reader, options=DEFAULT_FILE_OPTIONS, explicit=()):
+        super().__init__(name, reader, options.strict)
+        self.paths, self.explicit = paths, explicit
+        self.documents, self.encoding = options.documents, options.encoding
+        self.files, self.problems = Tally('file', options.strict), {}
         self.sizes = [path.stat().st_size for path in paths]
         self.total = sum(self.sizes)
         # A few large files are divided between the splits. If there are many, most stay whole.
@@ -213,7 +223,7 @@ class Files(Source):
     def read_file(self, path, size):
         """Yield the same for one file. Raises Unusable."""
         if ending_of(path) in COMPRESSED:
-            raise Unusable(shown(path), 'compressed', ': decompress it first')
+            raise Unusable(shown(path), 'compressed', ': unpack it first')
         try:
             self._file = open(path, 'rb')
         except OSError as e:
@@ -325,7 +335,7 @@ def report_files(paths, skipped):
     if skipped:
         advice = 'to read some of them, name them or use a glob such as notes/*.csv'
         if any(ending_of(path) in COMPRESSED for path in skipped):
-            advice += '; decompress compressed files first'
+            advice += '; unpack compressed files first'
         print(f'skipped: {count_endings(skipped)} ({advice})')
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from plaingpt.data.left_out import Unusable
 from plaingpt.data.text_files import Separators, open_text
+from plaingpt.data.unusable import Unusable
 from plaingpt.system.errors import needs
 from plaingpt.system.formatting import join_halves, one_line, shown
 

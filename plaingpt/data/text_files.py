@@ -6,7 +6,7 @@ import re
 import zlib
 from contextlib import contextmanager, suppress
 
-from plaingpt.data.left_out import Unusable
+from plaingpt.data.unusable import Unusable
 from plaingpt.system.formatting import count_of, one_line, shown
 
 BLOCK_CHARS = 2**20  # per read
@@ -131,12 +131,12 @@ class Separators:
         token near the end cannot be classified yet"""
         if not any(token in text for token in self.tokens):
             return [text]
-        documents, begin = [], 0
+        documents, document_start = [], 0
         for token in self.pattern.finditer(text):
             start, end = token.span()
             if not is_last and end + WINDOW > len(text):
                 break
-            before = text[max(begin, start - WINDOW):start].rpartition('\n')[2]
+            before = text[max(document_start, start - WINDOW):start].rpartition('\n')[2]
             after = text[end:end + WINDOW].partition('\n')[0]
             if not before.strip() and not after.strip():  # alone on its line
                 start -= len(before)
@@ -144,10 +144,10 @@ class Separators:
                 self.mentions = True
                 continue
             self.count += 1
-            documents.append(text[begin:start])
+            documents.append(text[document_start:start])
             line_breaks = LINE_BREAKS.match(text, end)
-            begin = line_breaks.end() if line_breaks else end
-        return [*documents, text[begin:]]
+            document_start = line_breaks.end() if line_breaks else end
+        return [*documents, text[document_start:]]
 
     def matches_line(self, line):
         """Whether a line consists of a token only, which is counted."""

@@ -56,7 +56,7 @@ class PrepareConfig:
     val_split: str = ''  # Hub datasets: validation split (default: held out from split)
     data_dir: str = ''  # output folder (default: data/NAME)
     # documents
-    documents: Literal['auto', 'file', 'line'] = 'auto'  # auto: a few files form one long text
+    documents: Literal['auto', 'file', 'line'] = 'auto'  # auto: a few files form a continuous text
     text_field: str = ''  # field with the text (default: text or content, or the corpus's own)
     prompt: str = ''  # chat: column with the user's message (default: detected by name)
     completion: str = ''  # chat: column with the assistant's reply

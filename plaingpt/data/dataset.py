@@ -108,8 +108,13 @@ class Dataset:
         files, or of samples from them where meta.json has none. The user's own ids are always
         sampled, as they may get their meta.json later."""
         files, masks = self._open_files(split)
-        return [file.sampled_sha256() if self.has_own_ids() or not file.sha256 else file.sha256
-                for file in [*files, *masks]]
+        checksums = []
+        for file in [*files, *masks]:
+            if self.has_own_ids() or not file.sha256:
+                checksums.append(file.sampled_sha256())
+            else:
+                checksums.append(file.sha256)
+        return checksums
 
     def state(self):
         """The fingerprint of the data in a checkpoint: a resumed run must have the same."""

@@ -85,9 +85,12 @@ def open_source(name, corpus, config, folder, reader):
 
 
 def open_hub_dataset(corpus, config, reader):
-    subset = config.subset or ('' if config.input else corpus.subset)
+    subset, val_split = config.subset, config.val_split
+    if not subset and not config.input:
+        subset = corpus.subset
+    if not val_split and not config.split:
+        val_split = corpus.val_split
     splits = {'train': config.split or 'train'}
-    val_split = config.val_split or ('' if config.split else corpus.val_split)
     if val_split and config.max_tokens:
         splits = {'val': val_split, **splits}  # reading stops at max_tokens of the training split
     elif val_split:

@@ -126,8 +126,8 @@ def find_dtype(path, sample, size, vocab_size):
 
 def fits(ids, vocab_size):
     evidence = np.count_nonzero(ids) * ids.itemsize
-    return as_unsigned(ids).max(initial=0) < vocab_size and (
-        ids.itemsize == 2 or evidence >= EVIDENCE_BYTES)
+    has_evidence = ids.itemsize == 2 or evidence >= EVIDENCE_BYTES
+    return has_evidence and as_unsigned(ids).max(initial=0) < vocab_size
 
 
 def are_swapped(little, big, vocab_size):

@@ -15,7 +15,7 @@ from plaingpt.system.formatting import join_halves, one_line, shown
 
 FORMATS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'csv',
            '.parquet': 'parquet'}  # ending → format; all other files are text
-DELIMITERS = ',;\t|'  # Excel writes ';' in most of Europe
+DELIMITERS = ',', ';', '\t', '|'  # Excel writes ';' in most of Europe
 NOT_UTF8 = re.compile('[\udc80-\udcff]')  # undecodable bytes, as surrogateescape maps them
 NOT_UTF8_PROBLEM = 'not UTF-8', ': save the file as UTF-8'  # reason and details of an Unusable
 TEXT_FIELDS = ('text', 'content')  # the default: the first of these in a row

@@ -28,7 +28,8 @@ def open_text(file, encoding='utf-8', errors='strict'):
     a line, and line endings are not changed. Raises Unusable, also where reading fails later."""
     codec = 'utf-8-sig' if encoding == 'utf-8' else encoding  # skips a byte order mark
     try:
-        with gzip.open(file) if file.name.lower().endswith('.gz') else file as data:
+        data = gzip.open(file) if file.name.lower().endswith('.gz') else file
+        with data:
             yield io.TextIOWrapper(data, codec, errors, newline='\n')
     except UnicodeError as e:
         raise Unusable(shown(file.name), f'not {encoding.upper()}',
@@ -168,11 +169,14 @@ class Separators:
 def is_mention(before, after):
     """Whether the text on either side of a token in its line, at most WINDOW characters each,
     mentions the token."""
-    # After an odd number of quotes, the token is quoted. In a long line they cannot be counted.
-    quotes = '`"' if len(before) < WINDOW else '`'
-    return any(before.count(quote) % 2 for quote in quotes) \
-        or (before.strip() and MENTION_BEFORE.search(before) is not None) \
-        or (after.strip() and MENTION_AFTER.match(after) is not None)
+    # After an odd number of quotes, the token is quoted. In a long line only backticks are counted.
+    in_backticks = before.count('`') % 2 == 1
+    in_quotes = len(before) < WINDOW and before.count('"') % 2 == 1
+    if in_backticks or in_quotes:
+        return True
+    if before.strip() and MENTION_BEFORE.search(before):
+        return True
+    return bool(after.strip() and MENTION_AFTER.match(after))
 
 
 def separators_for(tokenizer):

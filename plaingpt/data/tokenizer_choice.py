@@ -122,7 +122,7 @@ def train_tokenizer(name, source):
     elif name == 'char':
         texts = read_texts(source, 'collecting characters')
         if not source.is_continuous:
-            texts = chain(texts, '\n')  # ends each document
+            texts = chain(texts, ['\n'])  # ends each document
     return make_tokenizer(name, texts)
 
 

@@ -24,10 +24,10 @@ import torch
 from configurator import load_config
 from plaingpt.checks.model_checks import attention_is_causal, short, small_model
 from plaingpt.data.batches import BatchLoader
-from plaingpt.data.dataset import open_named
+from plaingpt.data.dataset import open_dataset_spec
 from plaingpt.data.overlap import share_trained_on, windows_of
 from plaingpt.data.text_files import read_text
-from plaingpt.data.tokenizers import IdsTokenizer, token_bytes, words_of
+from plaingpt.data.tokenizers import IdsTokenizer, token_bytes, vocabulary_of
 from plaingpt.inference import lm_eval_model
 from plaingpt.system.devices import autocast, choose_device, choose_dtype
 from plaingpt.system.distributed import gloo_group, launched_world, print0
@@ -132,13 +132,13 @@ def loaders(task, config, model, tokenizer, state, **settings):
     if not name:
         raise UserError(f'tasks={task}: name a prepared dataset with --dataset=NAME')
     own_ids = tokenizer.vocab_size if isinstance(tokenizer, IdsTokenizer) else 0
-    dataset = open_named(name, own_ids)
+    dataset = open_dataset_spec(name, own_ids)
     text_tokenizer = getattr(tokenizer, 'base', tokenizer)  # a model of conversations has it inside
-    known = [words_of(each.to_json()) for each in (tokenizer, text_tokenizer)]
-    if words_of(dataset.tokenizer_json()) not in known:
+    known = [vocabulary_of(each.to_json()) for each in (tokenizer, text_tokenizer)]
+    if vocabulary_of(dataset.tokenizer_json()) not in known:
         raise UserError(f"{dataset.folder} was prepared with another tokenizer than the model's: "
                         'name another --dataset')
-    for name, each, _ in dataset.parts:
+    for name, each, _ in dataset.components:
         whose = ', the answers' if each.has_mask() else ''
         loader = each.loader(task, *shape, **settings)
         if not each.has_mask():
@@ -153,7 +153,7 @@ def compare_with_training(task, stream, config, weights):
         return {}
     own = weights.state.get('config', {}).get('dataset')
     if task != 'text' and config.dataset in ('', own) \
-            and open_named(own).identity('train') == weights.state['data']:
+            and open_dataset_spec(own).identity('train') == weights.state['data']:
         return {}
     share = share_trained_on(*windows_of(stream), trained_on(weights))
     if share is None:

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 
 from configurator import load_config
-from plaingpt.data.dataset import read_names
+from plaingpt.data.dataset import parse_dataset_spec
 from plaingpt.inference.gguf_export import DTYPES, write_gguf
 from plaingpt.inference.hf_architectures import OWN_CODE
 from plaingpt.inference.hf_export import write_hf
@@ -51,7 +51,7 @@ def model_card(name, architecture, model, source, state):
                  f'{model.num_parameters():,} parameters',
         'weights of': None if state else Path(source).name,
         'trained on': state and ', '.join(
-            Path(each).name for each in read_names(state['config']['dataset'])),
+            Path(each).name for each in parse_dataset_spec(state['config']['dataset'])),
         'iterations': state.get('iter_num'),
         'validation loss': state.get('val_loss') and f'{state["val_loss"]:.4f}{error} nats a token'}
     table = ''.join(f'| {fact} | {value} |\n' for fact, value in facts.items() if value)

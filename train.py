@@ -182,9 +182,9 @@ def open_batches(config, dataset, world, device):
     shared = dict(rank=world.rank, world_size=world.size, device=device, seed=config.seed,
                   micro_steps=config.accumulation() // world.size)
     # check=overfit trains on the sequences of the first step only
-    only_first = 1 if config.check == 'overfit' else 0
+    overfit_steps = 1 if config.check == 'overfit' else 0
     size = config.block_size, config.batch_size
-    return (dataset.loader('train', *size, only_first=only_first, **shared),
+    return (dataset.loader('train', *size, overfit_steps=overfit_steps, **shared),
             dataset.loader('val', *size, **shared))
 
 
@@ -277,7 +277,7 @@ def evaluate(run, monitor, is_last):
     # with average_decay, the average of the weights is evaluated
     with monitor.metrics.paused('evaluation'), averaged(step.optimizer):
         train_loss, _ = loss_of(run.train_data)
-        losses, errors = zip(*map(loss_of, run.val_data.parts), strict=True)  # of each corpus
+        losses, errors = zip(*map(loss_of, run.val_data.components), strict=True)  # of each corpus
         scores, text = monitor.score_and_sample(train_loss, *losses)
     run.stop.raise_if_stopped()
     val_loss, val_stderr = run.dataset.mean(losses), mixture_error(run.dataset, errors)

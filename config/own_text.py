@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from plaingpt.data.dataset import has_token_files, open_named
+from plaingpt.data.dataset import has_token_files, open_dataset_spec
 from plaingpt.training.dtype_choice import core_speed
 from plaingpt.training.start import is_resumed
 
@@ -14,8 +14,8 @@ out_dir = 'out-own-text'
 if dataset == 'openwebtext':  # none was named
     dataset = 'notes'
 
-_data = open_named(dataset, vocab_size) if has_token_files(dataset) else None
-_epoch = min(len(part.dataset.split('train')) / part.weight for part in _data.parts) \
+_data = open_dataset_spec(dataset, vocab_size) if has_token_files(dataset) else None
+_epoch = min(len(part.dataset.split('train')) / part.weight for part in _data.components) \
     if _data else 1e6  # tokens until a corpus begins again
 _shortest = min(len(_data.split(name)) for name in ('train', 'val')) if _data else 1e6
 _vocab = _data.vocab_size if _data else 1024

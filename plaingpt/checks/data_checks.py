@@ -56,13 +56,13 @@ def of_all(mine):
 
 
 def epoch_reads_every_sequence_once(run):
-    return next(filter(None, map(epoch_reads_part, run.train_data.parts)), None)
+    return next(filter(None, map(epoch_reads_part, run.train_data.components)), None)
 
 
 def epoch_reads_part(loader):
     """The first epoch of a corpus; of a long one its ends and the first two steps."""
     n, T = loader.sequences_per_epoch, loader.block_size
-    steps = 1 if loader.only_first else 2
+    steps = 1 if loader.overfit_steps else 2
     if n < steps * loader.step_size:
         return None  # so little text has to repeat
     ids = of_all([loader.sequence_ids(step, micro)
@@ -76,20 +76,20 @@ def epoch_reads_part(loader):
         return f'sequences repeat: {len(starts) - found} of {len(starts)} occur twice in an ' \
                'epoch; their order is not a permutation'
     read = n * (T + 1) if n <= EPOCH_SEQUENCES else int(np.ptp(starts)) + T
-    tokens = len(loader.stream) - loader.tokens_left_out
+    tokens = len(loader.stream) - loader.dropped_tokens
     if read < 0.9 * tokens - 2 * T:
         return f'an epoch reads only {read:,} of {tokens:,} tokens'
 
 
 def sequences_are_shuffled(run):
-    for loader in run.train_data.parts:
+    for loader in run.train_data.components:
         n = min(EPOCH_SEQUENCES, loader.sequences_per_epoch)
         if n > 100 and (np.diff(loader.sequence_starts(np.arange(n))) > 0).all():
             return 'sequences are not shuffled: an epoch reads the text from start to end'
 
 
 def evaluation_reads_every_sequence_once(run):
-    for loader in run.val_data.parts:
+    for loader in run.val_data.components:
         starts = of_all(loader.eval_batches(run.progress.eval_sequences))
         wanted, found = min(run.progress.eval_sequences, loader.num_eval_sequences), len(starts)
         if found != wanted or len(np.unique(starts)) != wanted:
@@ -98,7 +98,7 @@ def evaluation_reads_every_sequence_once(run):
 
 
 def tokens_vary(run):
-    for loader in run.train_data.parts:
+    for loader in run.train_data.components:
         stream = loader.stream
         starts = np.linspace(0, max(0, len(stream) - EXCERPT_TOKENS), VARY_EXCERPTS).astype(int)
         excerpts = [stream.read(start, EXCERPT_TOKENS) for start in starts]
@@ -120,10 +120,10 @@ def tokens_match_the_tokenizer(run):
         raise NotChecked(str(problem)) from None
     words = getattr(tokenizer, 'base', tokenizer)  # without the tokens that open and end turns
     excerpts = [stream.read(int(start), EXCERPT_TOKENS).tolist()
-                for stream in (loader.stream for loader in run.train_data.parts)
+                for stream in (loader.stream for loader in run.train_data.components)
                 for start in np.linspace(0, max(0, len(stream) - EXCERPT_TOKENS), EXCERPTS)]
     rows = [list(part) for excerpt in excerpts for is_text, part in groupby(
-        excerpt, lambda i: i not in words.controls and i < words.vocab_size) if is_text]
+        excerpt, lambda i: i not in words.control_ids and i < words.vocab_size) if is_text]
     texts = [words.decode(row).strip('\ufffd') for row in rows]  # it stands for half a character
     changed = sum((Counter(row) - Counter(words.encode(text).tolist())).total()
                   for row, text in zip(rows, texts, strict=True))

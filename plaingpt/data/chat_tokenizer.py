@@ -2,9 +2,8 @@
 
     <|conversation|> <|user|> Hi! <|end|> <|assistant|> Hello. <|end|>
 
-The text of the assistant and the <|end|> after it count in the loss, the other tokens do not. This
-is our template, with five tokens more. The template of another model is rendered as transformers
-renders it.
+The assistant's text and the <|end|> after it count in the loss, the other tokens do not. This is
+our template, which adds five tokens. A pretrained model's template is rendered as in transformers.
 """
 
 import re
@@ -13,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from plaingpt.data.conversations import is_learned
+from plaingpt.data.conversations import is_in_loss
 from plaingpt.data.foreign_tokenizer import (
     TEMPLATE_FILE,
     ForeignTokenizer,
@@ -24,8 +23,8 @@ from plaingpt.system.errors import UserError, warn
 from plaingpt.system.formatting import one_line
 
 SPECIAL_TOKENS = ('<|conversation|>', '<|system|>', '<|user|>', '<|assistant|>', '<|end|>')
-# The same as Jinja, for programs of others. llama.cpp's programs can go without Jinja and then look
-# for names in this text, by which they would take it for Phi-3's template: so they are in pieces.
+# The same in Jinja, for exports. Without Jinja, llama.cpp guesses a template by the names in its
+# text, and would take this one for Phi-3's: so '<|end|>' and '<|assistant|>' are split.
 TEMPLATE = (
     "<|conversation|>"
     "{% for message in messages %}"
@@ -35,7 +34,7 @@ TEMPLATE = (
     "{{ '<|' + message['role'] + '|>' + message['content'] + '<|' + 'end|>' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|' + 'assistant|>' }}{% endif %}")
-PLAIN_TEMPLATES = {  # for models whose own template cannot be used, by the tokens that it writes
+PLAIN_TEMPLATES = {  # replace a template that cannot be used; selected by its control tokens
     'chatml': (  # SmolLM2, Qwen
         "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + "
         "message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
@@ -45,14 +44,14 @@ PLAIN_TEMPLATES = {  # for models whose own template cannot be used, by the toke
         "message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}"
         "{% endfor %}{% if add_generation_prompt %}"
         "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}")}
-MARK = '\ufdd0'  # no character of any text: Unicode leaves it to programs
+MARK = '\ufdd0'  # a Unicode noncharacter, reserved for internal use: it is in no text
 USER, ANSWER = {'role': 'user', 'content': MARK}, {'role': 'assistant', 'content': MARK}
 
 
 def as_chat(description, where):
-    """The description of a ForeignTokenizer → that of a chat tokenizer. It uses the chat template
-    of the files if it can, or else a plain template with the same control tokens. If there is
-    neither, the description does not change. A warning says what is not used."""
+    """The JSON of a ForeignTokenizer → the JSON of a ChatTokenizer with its chat template. A
+    template that cannot be used is replaced by a plain one with the same control tokens, with a
+    warning. If there is none either, the JSON is unchanged."""
     template, base = find_template(description['files']), ForeignTokenizer(description)
     if template is None:
         return description
@@ -60,28 +59,28 @@ def as_chat(description, where):
         ChatTokenizer(base, template).encode_conversation([USER, ANSWER, USER, ANSWER])
     except UserError as problem:
         template = plain_template(base)
-        warn(f'{where}: {problem}, so ' + ('conversations are written in a plain form' if template
-                                           else 'it is read as a model of text'))
         if not template:
+            warn(f'{where}: {problem}; using its tokenizer without a chat template')
             return description
+        warn(f'{where}: {problem}; using a plain template instead')
         files = {**description['files'], TEMPLATE_FILE: template}
         description = {**description, 'files': files}
     return {'kind': 'chat', 'base': description, 'template': template}
 
 
 def plain_template(base):
-    """The plain template whose control tokens a tokenizer has, or ''."""
+    """The plain template for the control tokens of a tokenizer, or ''."""
     if isinstance(base, ForeignTokenizer) and base.end_of_text is not None:
         for template in PLAIN_TEMPLATES.values():
-            if base.control_ids.keys() >= {*re.findall(r'<\|\w+\|>', template)}:
+            if base.control_tokens.keys() >= {*re.findall(r'<\|\w+\|>', template)}:
                 return template
     return ''
 
 
 @lru_cache(4)
 def compile_template(template):
-    """Like transformers, in a sandbox: a template cannot reach Python."""
-    from jinja2.sandbox import ImmutableSandboxedEnvironment  # torch brings it
+    """As in transformers, in a sandbox: a template cannot execute Python code."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment  # a dependency of torch
 
     def fail(message):
         raise ValueError(message)
@@ -92,133 +91,156 @@ def compile_template(template):
 
 
 class ChatTokenizer:
-    """`base`'s vocabulary and a template; without one our SPECIAL_TOKENS come behind it.
+    """`base` with a chat template, or with ours and its SPECIAL_TOKENS after base's vocabulary.
 
-    Text never becomes a control token: text that spells a name is encoded as text.
+    Text never becomes a control token: text that spells one is encoded as text.
     """
 
     def __init__(self, base, template=''):
-        """template: another model's, in Jinja. Raises UserError where it cannot be used."""
+        """template: a pretrained model's, in Jinja. Raises UserError where it cannot be used."""
         self.base, self.template, self.vocab_size = base, template, base.vocab_size
-        self.names = {}  # that a template may use
-        if self.is_ours():
+        self.template_variables = {}
+        if self.has_own_template():
             self.ids = {name: self.vocab_size + i for i, name in enumerate(SPECIAL_TOKENS)}
             self.vocab_size += len(SPECIAL_TOKENS)
         else:
-            self.ids = base.control_ids
-            names = parse_object(base.to_json()['files'], 'tokenizer_config.json')
-            self.names = {key: value['content'] if isinstance(value, dict) else value
-                          for key, value in names.items() if key in ('bos_token', 'eos_token')}
+            self.ids = base.control_tokens
+            config = parse_object(base.to_json()['files'], 'tokenizer_config.json')
+            for key in config.keys() & {'bos_token', 'eos_token'}:
+                token = config[key]
+                self.template_variables[key] = (
+                    token['content'] if isinstance(token, dict) else token)
         self.arrays = {name: np.array([i]) for name, i in self.ids.items()}
         self.control = re.compile('(' + '|'.join(map(re.escape, self.ids)) + ')')
+        self._find_turn_tokens()
+        self.stop_ids = base.stop_ids | {self.bos_id, self.end_of_turn, *self.roles.values()}
+        if self.has_own_template():
+            self.stop_ids |= {*self.ids.values()}
 
-        # Find the tokens that begin and end a conversation and its turns.
-        asked, prompt = self.render([USER]), self.render([USER], True)
-        answered, again = self.render([USER, ANSWER]), self.render([USER, ANSWER, USER])
-        check_extends(asked, prompt, answered, again)
-        controls = self.control.findall(again)
-        ends = self.control.findall(answered[len(prompt):])
-        if not controls or not ends:
-            raise UserError('its chat template writes no control tokens')
-        self.end_of_turn = self.ids[ends[-1]]
-        # What opens all is no part of a turn; else the token between documents opens it in data,
-        # and the model does not read it.
-        self.keeps_bos = again.startswith(controls[0]) and controls.count(controls[0]) == 1
-        self.conversation = self.ids[controls[0]] if self.keeps_bos else self.base.end_of_text
-        self.end_of_text = self.conversation  # each conversation is a document
-        self.answer_ids = self.ids_of(prompt[len(asked):]).tolist()
-        opening = again[len(answered):].partition(MARK)[0].rstrip('\n')  # which no text changes
-        self.user_ids = self.ids_of(opening).tolist()
+    def _find_turn_tokens(self):
+        """Find the tokens that begin and end a conversation and its turns, by rendering one."""
+        question, prompt = self.render([USER]), self.render([USER], True)
+        one_turn, two_turns = self.render([USER, ANSWER]), self.render([USER, ANSWER, USER])
+        check_extends(question, prompt, one_turn, two_turns)
+        controls = self.control.findall(two_turns)
+        reply_controls = self.control.findall(one_turn[len(prompt):])
+        if not controls or not reply_controls:
+            raise UserError('its chat template has no control tokens')
+        self.end_of_turn = self.ids[reply_controls[-1]]
+        # A BOS token comes once, before all turns. Without one, end_of_text begins a conversation
+        # in the data, and the model does not read it.
+        self.keeps_bos = two_turns.startswith(controls[0]) and controls.count(controls[0]) == 1
+        self.bos_id = self.ids[controls[0]] if self.keeps_bos else self.base.end_of_text
+        self.end_of_text = self.bos_id  # each conversation is a document
+        self.answer_ids = self.ids_of(prompt[len(question):]).tolist()
+        # Without line breaks at the end, which may merge with the text.
+        user_header = two_turns[len(one_turn):].partition(MARK)[0].rstrip('\n')
+        self.user_ids = self.ids_of(user_header).tolist()
         self.roles = {'user': self.user_ids[0], 'assistant': self.answer_ids[0]}
-        self.ends = base.ends | {self.conversation, self.end_of_turn, *self.roles.values(),
-                                 *(self.ids.values() if self.is_ours() else ())}
 
-    def is_ours(self):
+    def has_own_template(self):
+        """Whether it uses TEMPLATE rather than a pretrained model's."""
         return not self.template
 
-    def render(self, messages, prompting=False):
-        """The text that the template writes of messages, with the beginning of an answer where
-        `prompting`. Raises UserError."""
+    def render(self, messages, add_generation_prompt=False):
+        """The text of messages in the template. Raises UserError."""
         try:
             return compile_template(self.template or TEMPLATE).render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=prompting,
-                **self.names)
+                messages=messages, tools=None, documents=None,
+                add_generation_prompt=add_generation_prompt, **self.template_variables)
         except Exception as e:  # a template can raise anything
             raise UserError(f'its chat template cannot be used ({one_line(e)[:100]})') from None
 
-    def encode_parts(self, text):
-        """What the template wrote → [ids of a text, or of one control token]."""
-        parts = enumerate(self.control.split(text))  # texts and control tokens in turn
-        return [self.arrays[part] if i % 2 else self.encode(part.replace(MARK, ''))
-                for i, part in parts if part]
+    def encode_rendered(self, text):
+        """Rendered text → [ids of a piece of text, or of one control token]"""
+        arrays = []
+        for i, piece in enumerate(self.control.split(text)):  # alternates: text, control token
+            if i % 2:
+                arrays.append(self.arrays[piece])
+            elif piece:
+                arrays.append(self.encode(piece.replace(MARK, '')))
+        return arrays
 
     def ids_of(self, text):
-        return np.concatenate([[], *self.encode_parts(text)]).astype(np.int64)
+        return np.concatenate([[], *self.encode_rendered(text)]).astype(np.int64)
 
-    def guard(self, messages):
-        """Messages in whose texts MARK breaks the names of control tokens."""
-        return [{**message, 'content': self.control.sub(
-            lambda name: name[0][0] + MARK + name[0][1:], message['content'])}
-            for message in messages]
+    def escape(self, messages):
+        """Messages with a MARK inside each spelled-out control token, so that it stays text."""
+        def insert_mark(match):
+            return match[0][0] + MARK + match[0][1:]
+
+        return [{**message, 'content': self.control.sub(insert_mark, message['content'])}
+                for message in messages]
 
     def encode(self, text):
         return self.base.encode(text)
 
     def encode_conversation(self, messages):
-        """[{'role': …, 'content': …}, …] → (ids, loss mask: True for each that is in the loss).
-        Raises UserError where a template of others writes no such conversation."""
-        if self.is_ours():  # what TEMPLATE writes, without rendering it, which takes as long again
-            parts = [(self.arrays['<|conversation|>'], False)]
+        """[{'role': …, 'content': …}, …] → (ids, loss mask: True for each id in the loss).
+        Raises UserError where a pretrained model's template cannot express the conversation."""
+        if self.has_own_template():  # the same as rendering TEMPLATE, in half the time
+            segments = [(self.arrays['<|conversation|>'], False)]
             for message in messages:
-                learned = is_learned(message)
-                parts += [(self.arrays[f'<|{message["role"]}|>'], False),
-                          (self.encode(message['content']), learned),
-                          (self.arrays['<|end|>'], learned)]
+                in_loss = is_in_loss(message)
+                segments += [(self.arrays[f'<|{message["role"]}|>'], False),
+                             (self.encode(message['content']), in_loss),
+                             (self.arrays['<|end|>'], in_loss)]
         else:
-            parts = self.rendered_parts(self.guard(messages))
-        return np.concatenate([ids for ids, _ in parts]).astype(np.int64), \
-            np.repeat([learned for _, learned in parts], [len(ids) for ids, _ in parts])
+            segments = self._rendered_segments(self.escape(messages))
+        ids = np.concatenate([ids for ids, _ in segments]).astype(np.int64)
+        loss_mask = np.repeat([in_loss for _, in_loss in segments],
+                              [len(ids) for ids, _ in segments])
+        return ids, loss_mask
 
-    def rendered_parts(self, messages):
-        """[(ids, whether they are in the loss)]: the assistant's are what its turn adds to what the
-        template writes up to there, to the last control token."""
-        parts, text, done = [], '', 0  # done: characters of the text that are in parts
+    def _rendered_segments(self, messages):
+        """[(ids, whether they are in the loss)]. A reply is the text that it adds to the rendered
+        prompt, up to its last control token."""
+        texts, rendered, end = [], '', 0  # end: of the characters that are in texts
         for i, message in enumerate(messages):
-            if message['role'] == 'assistant':
-                prompt, through = self.render(messages[:i], True), self.render(messages[:i + 1])
-                check_extends(text, prompt, through)
-                parts.append((through[done:len(prompt)], False))
-                text, done = through, len(prompt)
-                for control in self.control.finditer(through, done):
-                    done = control.end()
-                parts.append((through[len(prompt):done], is_learned(message)))
-        whole = self.render(messages)
-        check_extends(text, whole)
-        parts.append((whole[done:], False))
-        opening = [] if self.keeps_bos else [(np.array([self.conversation]), False)]
-        return opening + [(ids, learned) for text, learned in parts
-                          for ids in self.encode_parts(text)]
+            if message['role'] != 'assistant':
+                continue
+            prompt, with_reply = self.render(messages[:i], True), self.render(messages[:i + 1])
+            check_extends(rendered, prompt, with_reply)
+            texts.append((with_reply[end:len(prompt)], False))
+            rendered, end = with_reply, len(prompt)
+            for control in self.control.finditer(with_reply, end):
+                end = control.end()
+            texts.append((with_reply[len(prompt):end], is_in_loss(message)))
+        conversation = self.render(messages)
+        check_extends(rendered, conversation)
+        texts.append((conversation[end:], False))
+        segments = [] if self.keeps_bos else [(np.array([self.bos_id]), False)]
+        for text, in_loss in texts:
+            segments += [(ids, in_loss) for ids in self.encode_rendered(text)]
+        return segments
 
     def encode_prompt(self, messages):
-        """The ids of `messages` and of the beginning of the answer that the model is to write."""
-        return self.ids_of(self.render(self.guard(messages), True))
+        """The ids of `messages` and of the header of the assistant's reply."""
+        return self.ids_of(self.render(self.escape(messages), True))
 
     def decode(self, ids):
-        """Bytes that are not UTF-8, such as half a character, become U+FFFD."""
+        """Invalid UTF-8, such as an incomplete character, becomes U+FFFD."""
         return self.decode_bytes(ids).decode('utf-8', 'replace')
 
     def decode_bytes(self, ids):
-        first = self.base.vocab_size  # of our control tokens; a template's are the base's own
-        return b''.join(SPECIAL_TOKENS[i - first].encode() if i >= first else
-                        self.base.decode_bytes([i]) for i in map(int, ids))
+        first_special = self.base.vocab_size  # a pretrained model's control tokens are in base
+        tokens = []
+        for i in map(int, ids):
+            if i >= first_special:
+                tokens.append(SPECIAL_TOKENS[i - first_special].encode())
+            else:
+                tokens.append(self.base.decode_bytes([i]))
+        return b''.join(tokens)
 
     def to_json(self):
-        made = {'kind': 'chat', 'base': self.base.to_json()}
-        return made if self.is_ours() else {**made, 'template': self.template}
+        description = {'kind': 'chat', 'base': self.base.to_json()}
+        if not self.has_own_template():
+            description['template'] = self.template
+        return description
 
 
 def check_extends(*texts):
-    """Raises UserError where a text does not begin with the one before it."""
+    """Raises UserError unless each text begins with the one before it."""
     for text, longer in pairwise(texts):
         if not longer.startswith(text):
-            raise UserError('its chat template writes earlier turns anew at later ones')
+            raise UserError('its chat template rewrites earlier turns')

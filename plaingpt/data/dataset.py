@@ -1,5 +1,5 @@
-"""A dataset: data/<name>/ with token files and meta.json, or with token files of others. The
-setting `dataset` names one, or several as a mixture (mixtures.py)."""
+"""A dataset: data/<name>/ with token files and meta.json, or with token files from elsewhere
+(foreign_files.py). The setting `dataset` names one, or several as a mixture (mixtures.py)."""
 
 import os
 import re
@@ -14,7 +14,7 @@ import numpy as np
 
 from plaingpt.data import tokenizers
 from plaingpt.data.foreign_files import find_token_files, open_foreign, read_nanogpt_meta
-from plaingpt.data.token_files import TokenStream, dtype_named, name_of, open_tokens
+from plaingpt.data.token_files import TokenStream, dtype_name, open_tokens, parse_dtype
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT, read_json, refuse_unknown
 from plaingpt.system.formatting import command_for, quoted
@@ -22,162 +22,175 @@ from plaingpt.system.formatting import command_for, quoted
 FORMAT_VERSION = 1
 META_KEYS = {'format_version', 'dtype', 'vocab_size', 'tokenizer', 'splits', 'source'}
 SPLITS = ('train', 'val')
-MASK_ENDING = '_mask.bin'  # of the file that says which tokens of NAME.bin count in the loss
+MASK_ENDING = '_mask.bin'  # the file with the loss mask of NAME.bin
 TOKEN_FILES = re.compile(r'(train|val)(_\d{6})?(_mask)?\.bin')
-VERIFIED_TOKENS = 2**27  # a larger split is not read whole before a run: it would take a second
-QUESTIONS = 3  # of the validation split, for samples of a tuned model
-UNFINISHED = 'unfinished'  # prepare.py's folder for files that are not complete yet
+VERIFIED_TOKENS = 2**27  # larger splits are not verified before a run: it would take a second
+SAMPLE_QUESTIONS = 3  # validation questions that a fine-tuned model answers in its samples
+UNFINISHED = 'unfinished'  # subfolder for files that prepare.py has not completed
 
 
-class Part(NamedTuple):
-    """A corpus that is trained on."""
+class Component(NamedTuple):
+    """One corpus of a mixture."""
 
-    name: str  # in a mixture; '' if it is the only one
+    name: str  # in the mixture; '' for a single corpus
     dataset: 'Dataset'
     weight: float = 1.0  # its share of the sequences
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A prepared folder: its token files, and what its meta.json says of them."""
+    """A prepared folder: its token files and its meta.json."""
 
     folder: Path
-    meta: dict  # of a folder without meta.json: the tokenizer of its meta.pkl, or nothing
+    meta: dict  # without meta.json: the tokenizer from meta.pkl, or empty
     vocab_size: int
-    opened: dict = field(default_factory=dict, repr=False)  # split: what _open found
+    opened: dict = field(default_factory=dict, repr=False)  # split → result of _open_files
 
     @property
-    def parts(self):
-        """[Part]: the corpora that are trained on. A mixture has several."""
-        return [Part('', self)]
+    def components(self):
+        """[Component]: the corpora to train on, several for a mixture."""
+        return [Component('', self)]
 
     def mean(self, values):
-        """The mean of a value of each part, by their weights."""
-        return sum(part.weight * value
-                   for part, value in zip(self.parts, values, strict=True))
+        """The mean of one value per component, by their weights."""
+        return sum(component.weight * value
+                   for component, value in zip(self.components, values, strict=True))
 
     def tokenizer(self):
-        """The tokenizer that made the files. Raises UserError where it cannot be had."""
+        """The tokenizer of the files. Raises UserError where it cannot be loaded."""
         return tokenizers.from_json(self.tokenizer_json())
 
     def tokenizer_json(self):
         return self.meta.get('tokenizer', {'kind': 'gpt2'})
 
     def split_entry(self, split):
-        """What meta.json says of a split, {} where there is none."""
+        """The entry of a split in meta.json, {} where there is none."""
         return self.meta.get('splits', {}).get(split, {})
 
     def has_mask(self):
-        """Whether it holds conversations, where only some tokens count in the loss."""
+        """Whether it holds conversations, which have a loss mask."""
         return 'learned' in self.split_entry('train')
 
-    def is_ours(self):
-        """Whether prepare.py wrote the folder, so that meta.json has its checksums."""
+    def has_checksums(self):
+        """Whether prepare.py wrote a meta.json with the checksums of the files."""
         return 'splits' in self.meta
 
     def has_own_ids(self):
-        """Whether its tokens are someone's own ids, which stand for no text."""
+        """Whether the tokens are the user's own ids, which do not stand for text."""
         return self.tokenizer_json()['kind'] == 'ids'
 
-    def id_types(self):
-        """The types of its ids: 'uint16', or 'train int64, val uint16' where splits differ."""
-        types = {split: ' and '.join(sorted({name_of(file.dtype) for file in self._open(split)[0]}))
-                 for split in SPLITS}
-        if len(set(types.values())) == 1:
-            return types['train']
-        return ', '.join(f'{split} {name}' for split, name in types.items())
+    def id_dtypes(self):
+        """The dtypes of the ids: 'uint16', or 'train int64, val uint16' where splits differ."""
+        names = {}
+        for split in SPLITS:
+            files, _ = self._open_files(split)
+            names[split] = ' and '.join(sorted({dtype_name(file.dtype) for file in files}))
+        if len(set(names.values())) == 1:
+            return names['train']
+        return ', '.join(f'{split} {name}' for split, name in names.items())
 
     def bytes_per_token(self, split):
         """UTF-8 bytes of text per token, or None where meta.json does not say."""
         entry = self.split_entry(split)
-        known = entry.get('bytes') and not self.has_mask()  # not those of the assistant
-        return entry['bytes'] / entry['tokens'] if known else None
+        if self.has_mask() or not entry.get('bytes'):  # the bytes of the replies are not counted
+            return None
+        return entry['bytes'] / entry['tokens']
 
     def token_bytes(self, split):
-        """As tokenizers.token_bytes, or None where meta.json knows nothing of the text of a split.
+        """tokenizers.token_bytes, or None where meta.json does not have the bytes of a split.
         Raises UserError."""
-        known = self.bytes_per_token(split)
-        return tokenizers.token_bytes(self.tokenizer()) if known else None
+        if not self.bytes_per_token(split):
+            return None
+        return tokenizers.token_bytes(self.tokenizer())
 
     def identity(self, split):
-        """What identifies the tokens of a split in any folder: the checksums of its files, or of
-        samples from them where meta.json has none. Own ids may get their meta.json later."""
-        files, masks = self._open(split)
-        return [file.sampled_sha256() if self.has_own_ids() or not file.sha256 else file.sha256
-                for file in [*files, *masks]]
+        """A fingerprint of the tokens of a split, wherever the folder is: the checksums of its
+        files, or of samples from them where meta.json has none. The user's own ids are always
+        sampled, as they may get their meta.json later."""
+        files, masks = self._open_files(split)
+        checksums = []
+        for file in [*files, *masks]:
+            if self.has_own_ids() or not file.sha256:
+                checksums.append(file.sampled_sha256())
+            else:
+                checksums.append(file.sha256)
+        return checksums
 
     def state(self):
-        """What a checkpoint keeps of the data, so that a resumed run has the same."""
+        """The fingerprint of the data in a checkpoint: a resumed run must have the same."""
         return {'tokenizer': self.tokenizer_json(), 'data': self.identity('train')}
 
     def split(self, name):
         """The token stream of 'train' or 'val'. Raises UserError."""
-        files, masks = self._open(name)
-        if masks:
-            from plaingpt.data.packing import ConversationTokens  # with torch
-            of_others = 'template' in self.tokenizer_json()
-            return ConversationTokens(files, masks, self.vocab_size,
-                                      self.tokenizer() if of_others else None)
-        return TokenStream(files, self.vocab_size)
+        files, masks = self._open_files(name)
+        if not masks:
+            return TokenStream(files, self.vocab_size)
+        from plaingpt.data.packing import ConversationTokens  # imports torch
+        tokenizer = None
+        if 'template' in self.tokenizer_json():  # a pretrained model's
+            tokenizer = self.tokenizer()
+        return ConversationTokens(files, masks, self.vocab_size, tokenizer)
 
-    def loader(self, split, *shape, **settings):
-        """The loader of a split; shape and settings are those of BatchLoader. Raises UserError,
-        also where a split that is small is damaged."""
+    def loader(self, split, *sizes, **options):
+        """The loader of a split; sizes and options are BatchLoader's. Raises UserError, also for a
+        damaged split unless it is too large to verify."""
         stream = self.split(split)
         if len(stream) <= VERIFIED_TOKENS:
             stream.verify()
-        return self._loader_class()(stream, *shape, **settings)
+        return self._loader_class()(stream, *sizes, **options)
 
     def _loader_class(self):
         if self.has_mask():
-            from plaingpt.data.packing import PackedLoader  # with torch: it takes seconds
+            from plaingpt.data.packing import PackedLoader  # imports torch, which takes seconds
             return PackedLoader
         from plaingpt.data.batches import BatchLoader
         return BatchLoader
 
-    def _open(self, split):
-        """→ (files, files of their loss masks)"""
+    def _open_files(self, split):
+        """→ (token files, loss mask files)"""
         if split not in self.opened:
             entries = self.split_entry(split).get('files', [])
-            if self.is_ours():
+            if self.has_checksums():
                 files = [open_tokens(self.folder / file['name'],
-                                     dtype_named(file.get('dtype', self.meta['dtype'])),
+                                     parse_dtype(file.get('dtype', self.meta['dtype'])),
                                      file['tokens'], file['sha256'], file.get('offset'))
                          for file in entries]
             else:
                 files = [open_foreign(path, self.vocab_size)
                          for path in find_token_files(self.folder, split)]
             if not files:
-                raise UserError(f'{self.folder}: no {split}.bin there')
-            masks = [open_tokens(self.folder / mask_name(file['name']), np.dtype('u1'),
-                                 file['tokens'], file['mask_sha256'])
-                     for file in entries if self.has_mask()]
+                raise UserError(f'{self.folder}: {split}.bin is missing')
+            masks = []
+            if self.has_mask():
+                masks = [open_tokens(self.folder / mask_name(file['name']), np.dtype('u1'),
+                                     file['tokens'], file['mask_sha256'])
+                         for file in entries]
             self.opened[split] = files, masks
         return self.opened[split]
 
 
 @dataclass(frozen=True)
 class Mixture(Dataset):
-    """Datasets of one tokenizer, read by their shares. `folder` is what the setting says."""
+    """Weighted datasets with the same tokenizer. `folder` is the setting `dataset`."""
 
-    parts: list = None  # Part
+    components: list = None
 
     def bytes_per_token(self, split):
-        sizes = [part.dataset.bytes_per_token(split) for part in self.parts]
+        sizes = [component.dataset.bytes_per_token(split) for component in self.components]
         return None if None in sizes else self.mean(sizes)
 
     def shares(self):
-        """How many of every thousand sequences each part has."""
-        return tuple(round(1000 * part.weight) for part in self.parts)
+        """How many of every thousand sequences come from each component."""
+        return tuple(round(1000 * component.weight) for component in self.components)
 
     def identity(self, split):
-        return [[share, part.dataset.identity(split)]
-                for share, part in zip(self.shares(), self.parts, strict=True)]
+        return [[share, component.dataset.identity(split)]
+                for share, component in zip(self.shares(), self.components, strict=True)]
 
     def split(self, name):
         from plaingpt.data.mixtures import MixedStream
-        return MixedStream([part.dataset.split(name) for part in self.parts], self.shares(),
-                           self.vocab_size)
+        streams = [component.dataset.split(name) for component in self.components]
+        return MixedStream(streams, self.shares(), self.vocab_size)
 
     def _loader_class(self):
         from plaingpt.data.mixtures import MixedLoader
@@ -194,26 +207,26 @@ def mask_name(name):
 
 
 def dataset_folder(name):
-    """The folder of a dataset: data/<name>, or the path itself where it is one."""
+    """The folder of a dataset: data/<name>, or `name` itself where it is a path."""
     return Path('data', name) if Path(name).parts == (name,) else Path(name)
 
 
 def holds_tokens(folder):
-    """Whether a folder has token files, or a meta.json that lists them."""
+    """Whether a folder has token files or a meta.json."""
     return (folder / 'meta.json').exists() or any(folder.glob('*.bin')) \
         or any(find_token_files(folder, split) for split in SPLITS)
 
 
 def open_dataset(folder, vocab_size=0):
-    """Open a folder that prepare.py wrote, or one with token files of others (foreign_files.py).
-    Without meta.json and meta.pkl its tokens are GPT-2's, or with `vocab_size` someone's own ids.
-    Raises UserError."""
+    """Open a folder that prepare.py wrote, or one with foreign token files (foreign_files.py).
+    Without meta.json and meta.pkl, the tokens are assumed to be GPT-2's, or with `vocab_size` the
+    user's own ids. Raises UserError."""
     folder = Path(folder)
     if (folder / 'meta.json').exists():
         meta = read_meta(folder / 'meta.json')
         return Dataset(folder, meta, meta['vocab_size'])
     if (folder / UNFINISHED).exists():
-        raise UserError(f'{folder} is not finished: run the prepare.py command that wrote it again')
+        raise UserError(f'{folder} is unfinished: run the same prepare.py command again')
     if not holds_tokens(folder):
         raise UserError(not_prepared(folder))
     description = {'kind': 'gpt2'}
@@ -222,15 +235,15 @@ def open_dataset(folder, vocab_size=0):
     elif vocab_size not in (0, tokenizers.GPT2Tokenizer.vocab_size):
         description = {'kind': 'ids', 'vocab_size': vocab_size}
     meta = {} if description['kind'] == 'gpt2' else {'tokenizer': description}
-    return Dataset(folder, meta, tokenizers.described_vocab_size(description))
+    return Dataset(folder, meta, tokenizers.vocab_size_of(description))
 
 
 def not_prepared(folder):
     prepare = command_for('prepare')
-    line = f'{folder} is not prepared: {prepare} text FILES --data_dir={quoted(folder)}'
+    message = f'{folder} is not prepared: run {prepare} text FILES --data_dir={quoted(folder)}'
     if folder.parent == Path('data'):
-        line += f', or {prepare} {quoted(folder.name)} where that is a corpus it lists'
-    return line
+        message += f', or {prepare} {quoted(folder.name)} if it is a listed corpus'
+    return message
 
 
 def read_meta(path):
@@ -249,96 +262,101 @@ def read_meta(path):
 # the setting `dataset` → the data of a run
 
 
-def read_names(text):
+def parse_dataset_spec(spec):
     """The setting `dataset`, a name or 'code:0.3,prose:0.7' → {name: weight}. Raises UserError."""
-    if not re.search('[:,]', text) or dataset_folder(text).exists():
-        return {text: 1.0}
-    from plaingpt.data.mixtures import read_mixture
-    return read_mixture(text)
+    if not re.search('[:,]', spec) or dataset_folder(spec).exists():
+        return {spec: 1.0}
+    from plaingpt.data.mixtures import parse_mixture
+    return parse_mixture(spec)
 
 
-def has_token_files(text):
-    """Whether there are token files of all that `dataset` says."""
-    return all(holds_tokens(dataset_folder(name)) for name in read_names(text))
+def has_token_files(spec):
+    """Whether each dataset in the setting `dataset` has token files."""
+    return all(holds_tokens(dataset_folder(name)) for name in parse_dataset_spec(spec))
 
 
-def open_named(text, vocab_size=0):
-    """What the setting `dataset` says → Dataset, a Mixture where it names several. vocab_size: as
-    of open_dataset. Raises UserError."""
-    weights = read_names(text)
-    parts = [Part(name, open_dataset(dataset_folder(name), vocab_size), weight)
-             for name, weight in weights.items()]
-    if len(parts) == 1:
-        return parts[0].dataset
-    from plaingpt.data.mixtures import check_parts
-    check_parts(parts)
-    first = parts[0].dataset
-    return Mixture(text, {'tokenizer': first.tokenizer_json()}, first.vocab_size, parts=parts)
+def open_dataset_spec(spec, vocab_size=0):
+    """The setting `dataset` → Dataset, or a Mixture where it names several. vocab_size: see
+    open_dataset. Raises UserError."""
+    components = [Component(name, open_dataset(dataset_folder(name), vocab_size), weight)
+                  for name, weight in parse_dataset_spec(spec).items()]
+    first = components[0].dataset
+    if len(components) == 1:
+        return first
+    from plaingpt.data.mixtures import check_components
+    check_components(components)
+    return Mixture(spec, {'tokenizer': first.tokenizer_json()}, first.vocab_size,
+                   components=components)
 
 
 def open_data(config, world):
-    """Open data/<name>, or each corpus of a mixture, for a TrainConfig. A small corpus that is not
-    prepared yet is prepared now. Raises UserError, also where processes find different tokens:
-    hosts have other files, or the dataset was replaced while the processes started."""
+    """Open the dataset or mixture of a TrainConfig. Small corpora are prepared first if needed.
+    Raises UserError, also where processes see different tokens: hosts have different files, or the
+    dataset was replaced while the processes started."""
     from plaingpt.system.distributed import all_gather, barrier, gloo_group, print0  # with torch
     if world.local_rank == 0:
-        for name in read_names(config.dataset):
-            prepare_small(name)
+        for name in parse_dataset_spec(config.dataset):
+            prepare_if_small(name)
     barrier()
-    dataset = open_named(config.dataset, config.vocab_size)
-    for _, each, _ in dataset.parts:
-        if not each.meta:
-            print0(f'{each.folder} has no meta.json: its files are taken for GPT-2 tokens; if they '
-                   'are ids of your own, say how many there are with --vocab_size=N, or once for '
-                   f'all commands: {command_for("prepare")} ids {quoted(each.folder)} '
-                   '--vocab_size=N')
-        if not each.is_ours() and each.id_types() != 'uint16':
-            print0(f'{each.folder}: read as {each.id_types()}')
+    dataset = open_dataset_spec(config.dataset, config.vocab_size)
+    for _, corpus, _ in dataset.components:
+        if not corpus.meta:
+            print0(f'{corpus.folder} has no meta.json: assuming GPT-2 tokens; if they are your own '
+                   'ids, set --vocab_size=N, or store it once with '
+                   f'{command_for("prepare")} ids {quoted(corpus.folder)} --vocab_size=N')
+        if not corpus.has_checksums() and corpus.id_dtypes() != 'uint16':
+            print0(f'{corpus.folder}: read as {corpus.id_dtypes()}')
     if config.vocab_size not in (0, dataset.vocab_size):
-        raise UserError(f'vocab_size={config.vocab_size}: {dataset.folder} has '
-                        f'{dataset.vocab_size} tokens; leave it at 0')
-    known = [dataset.identity('train'), dataset.identity('val')]
-    if any(other != known for other in all_gather(known, gloo_group())):
-        raise UserError(f'{dataset.folder}: the processes of this run find different tokens there: '
-                        'give all hosts the same files, and start again')
+        raise UserError(f'vocab_size={config.vocab_size}: the vocabulary of {dataset.folder} is '
+                        f'{dataset.vocab_size}; remove --vocab_size')
+    identity = [dataset.identity('train'), dataset.identity('val')]
+    if any(other != identity for other in all_gather(identity, gloo_group())):
+        raise UserError(f'{dataset.folder}: the processes of this run see different tokens; '
+                        'copy the same files to all hosts and start again')
     return dataset
 
 
-def prepare_small(name):
-    """Run prepare.py where there is nothing of a name yet: it prepares small corpora alone."""
+def prepare_if_small(name):
+    """Run prepare.py on a small corpus that is not prepared. For others it exits with the command
+    to run."""
     folder = dataset_folder(name)
     if folder.parts != ('data', name) or holds_tokens(folder) or (folder / UNFINISHED).exists():
         return
-    os.environ.setdefault('PLAINGPT_STARTED_AS', sys.argv[0])  # for the commands in its hints
-    done = subprocess.run([sys.executable, ROOT / 'prepare.py', name, '--if_small'])
-    if done.returncode:
-        sys.exit(done.returncode)  # it has said why
+    os.environ.setdefault('PLAINGPT_STARTED_AS', sys.argv[0])  # for the commands in its messages
+    completed = subprocess.run([sys.executable, ROOT / 'prepare.py', name, '--if_small'])
+    if completed.returncode:
+        sys.exit(completed.returncode)  # it has printed the error
 
 
 def describe_batches(config, dataset, train_data, val_data):
-    """What a run reads with these loaders, as one line; of conversations two more lines say how
-    each split is packed."""
+    """One line about the data of a run; for conversations, two more on how each split is packed."""
     step_tokens = config.step_tokens()
-    epochs = [f'{config.minutes:.3g} minutes'] if config.minutes else [
-        f'{part.weight * config.max_iters * step_tokens / loader.epoch_tokens():.3g} epochs'
-        + (f' of {part.name} ({part.weight:.1%})' if part.name else '')
-        for part, loader in zip(dataset.parts, train_data.parts, strict=True)]
+    durations = []
+    if config.minutes:
+        durations.append(f'{config.minutes:.3g} minutes')
+    else:
+        for component, loader in zip(dataset.components, train_data.components, strict=True):
+            tokens = component.weight * config.max_iters * step_tokens
+            duration = f'{tokens / loader.epoch_tokens():.3g} epochs'
+            if component.name:
+                duration += f' of {component.name} ({component.weight:.1%})'
+            durations.append(duration)
     lines = [f'{dataset.folder}: {train_data.epoch_tokens():,} training tokens, vocabulary '
-             f'{dataset.vocab_size:,} | {step_tokens:,} tokens a step, {", ".join(epochs)}']
+             f'{dataset.vocab_size:,} | {step_tokens:,} tokens per step, {", ".join(durations)}']
     if dataset.has_mask():
         lines += [f'train: {train_data.describe()}', f'val: {val_data.describe()}']
     return '\n'.join(lines)
 
 
 def sample_prompts(dataset, val_loader):
-    """What samples of a run continue: a new line, or questions of conversations that leave room for
-    an answer → (prompts as ids, options of GPT.generate, the id that ends an answer or None).
+    """The prompts of a run's samples: a new line, or questions of conversations that leave room for
+    a reply → (prompts as ids, options of GPT.generate, the id that ends a reply or None).
     Raises UserError."""
     tokenizer = dataset.tokenizer()
     if not dataset.has_mask():
         prompt = tokenizer.encode('\n').tolist() or [tokenizer.end_of_text or 0]
         return [prompt], {'temperature': 0.8, 'top_k': 200}, None
-    prompts = val_loader.questions(QUESTIONS)
+    prompts = val_loader.question_prompts(SAMPLE_QUESTIONS)
     if not prompts:
-        raise UserError('no question of the validation split has room for an answer')
+        raise UserError('no question in the validation split leaves room for a reply')
     return prompts, {'temperature': 0}, tokenizer.end_of_turn

@@ -1,4 +1,4 @@
-"""Text of a source → token shards: put into splits, encoded by threads, written in order."""
+"""Text of a source → token shards: assigned to splits, encoded by threads, written in order."""
 
 import hashlib
 import json
@@ -7,8 +7,9 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
-from itertools import chain, islice
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,22 @@ from plaingpt.system.formatting import count_of, short
 BATCH_CHARS = 2**20  # that a thread encodes at a time
 
 
+class Job(NamedTuple):
+    """A dataset that is being written."""
+
+    folder: Path
+    command: dict  # everything that determines the tokens; `source` in meta.json
+    progress: dict  # from an interrupted run, or {}: see shards.read_progress
+
+
+class EncodingOptions(NamedTuple):
+    val_fraction: float  # of the text, held out for validation
+    max_val_chars: float  # limit on the validation text
+    shard_tokens: int  # tokens per file
+    threads: int
+    max_tokens: int  # training tokens; 0: all
+
+
 class Encoded(NamedTuple):
     ids: np.ndarray
     documents: int
@@ -30,112 +47,140 @@ class Encoded(NamedTuple):
     loss_mask: np.ndarray | None = None  # conversations: 1 for each id that counts in the loss
 
 
-def write_tokens(source, tokenizer, folder, command, progress, held_out, *, shard_tokens, threads,
-                 max_tokens=0):
-    """Encode `source` into shards and meta.json in `folder`. Raises UserError.
-
-    command: everything that decides the content, as meta.json has it
-    progress: what shards.read_progress found: preparation goes on from there
-    held_out: what put_in_splits takes
-    max_tokens: to train on, 0 for all
-    """
-    chat = is_chat(tokenizer)  # then the texts are conversations as JSON
+def write_tokens(source, tokenizer, job, options):
+    """Encode `source` into shards and a meta.json in job.folder. Raises UserError."""
     dtype = np.dtype('<u2' if tokenizer.vocab_size <= 2**16 else '<u4')
-    columns = {'.bin': dtype, **({MASK_ENDING: np.dtype('u1')} if chat else {})}
-    writers = {split: ShardWriter(folder, split, shard_tokens, columns) for split in SPLITS}
-    for split in writers if progress else ():
-        writers[split].go_back(progress['splits'][split])
-    train, started = writers['train'], time.monotonic()
-    done = sum(writer.tokens for writer in writers.values())
-    if done:
-        print(f'resuming after {done:,} tokens that are written already')
-    encode = partial(encode_conversations, tokenizer, dtype) if chat else partial(
-        encode_batch, tokenizer, fast_encode(tokenizer),
-        None if source.is_one_text else tokenizer.end_of_text, dtype)
-    pieces = put_in_splits(source, held_out, tokenizer.end_of_text is None)
-    count = progress.get('count', 0)  # pieces that are written
-    with closing(pieces), progress_bar('encoding', max_tokens or source.total,
-                                       'tokens' if max_tokens else source.unit) as bar:
+    columns = {'.bin': dtype}
+    if is_chat(tokenizer):  # the texts are conversations in JSON
+        columns[MASK_ENDING] = np.dtype('u1')
+        encoder = ConversationEncoder(tokenizer, dtype)
+    else:
+        separator = None if source.is_continuous else tokenizer.end_of_text
+        encoder = TextEncoder(tokenizer, fast_encode(tokenizer), separator, dtype)
+    writers = {split: ShardWriter(job.folder, split, options.shard_tokens, columns)
+               for split in SPLITS}
+    if job.progress:
+        for split, writer in writers.items():
+            writer.rewind(job.progress['splits'][split])
+    resumed_tokens = sum(writer.tokens for writer in writers.values())
+    if resumed_tokens:
+        print(f'resuming after {resumed_tokens:,} tokens')
+    started = time.monotonic()
+    encode_source(source, encoder, job, options, writers)
+    tokens = sum(writer.tokens for writer in writers.values()) - resumed_tokens
+    seconds = time.monotonic() - started
+    print(f'{count_of(tokens, "token")} in {seconds:.1f} s, {short(tokens / seconds)} tokens/s')
+    source.report()
+    train_tokens = writers['train'].tokens
+    if train_tokens < options.max_tokens:
+        print(f'{source.name} has only {train_tokens:,} training tokens '
+              f'(max_tokens={options.max_tokens})')
+    splits = {split: writer.finish() for split, writer in writers.items()}
+    write_meta(job.folder, dtype, tokenizer, splits, job.command)
+
+
+def encode_source(source, encoder, job, options, writers):
+    """Write all of a source, or max_tokens of it, and record the progress at each full shard."""
+    tokenizer, train, max_tokens = encoder.tokenizer, writers['train'], options.max_tokens
+    pieces = assign_splits(source, options, tokenizer.end_of_text is None)
+    count = job.progress.get('count', 0)  # pieces that are written
+    total, unit = source.total, source.unit
+    if max_tokens:
+        total, unit = max_tokens, 'tokens'
+    with closing(pieces), progress_bar('encoding', total, unit) as bar:
         batches = group_in_batches(islice(pieces, count, None))
-        for batch, encoded in map_in_order(encode, batches, threads):
-            room = max_tokens - train.tokens
-            if max_tokens and 'train' in encoded and len(encoded['train'].ids) >= room:
-                encoded = encode(batch, room=room)
-            filled = [writers[split].write(part) for split, part in encoded.items()]
+        for batch, encoded in map_in_order(encoder.encode, batches, options.threads):
+            remaining = max_tokens - train.tokens
+            if max_tokens and 'train' in encoded and len(encoded['train'].ids) >= remaining:
+                encoded = encoder.encode(batch, remaining)
+            filled = [writers[split].write(tokens) for split, tokens in encoded.items()]
             count += len(batch)
             if max_tokens and train.tokens == max_tokens:
-                break  # the batch was cut, so progress.json cannot say how far it is written
+                break  # the batch was truncated, which progress.json cannot express
             if any(filled):
                 for writer in writers.values():
                     writer.sync()
-                write_progress(folder, command, tokenizer=tokenizer.to_json(), count=count,
-                               splits={split: writer.state()
-                                       for split, writer in writers.items()})
-            bar.update((train.tokens if max_tokens else source.position()) - bar.n)
-    tokens = sum(writer.tokens for writer in writers.values()) - done
-    seconds = time.monotonic() - started
-    print(f'{count_of(tokens, "token")} in {seconds:.1f} s, {short(tokens / seconds)} a second')
-    source.report()
-    if train.tokens < max_tokens:
-        print(f'{source.name} has {train.tokens:,} tokens to train on, fewer than {max_tokens=}')
-    splits = {split: writer.finish() for split, writer in writers.items()}
-    write_meta(folder, dtype, tokenizer, splits, command)
+                states = {split: writer.state() for split, writer in writers.items()}
+                write_progress(job.folder, job.command, tokenizer=tokenizer.to_json(),
+                               count=count, splits=states)
+            position = train.tokens if max_tokens else source.position()
+            bar.update(position - bar.n)
 
 
 def group_in_batches(pieces):
-    """Group what put_in_splits yields in lists of about BATCH_CHARS."""
-    group, characters = [], 0
+    """Group the pieces from assign_splits into lists of about BATCH_CHARS characters."""
+    batch, characters = [], 0
     for piece in pieces:
-        group.append(piece)
+        batch.append(piece)
         characters += len(piece[1])
         if characters >= BATCH_CHARS:
-            yield group
-            group, characters = [], 0
-    if group:
-        yield group
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
-def encode_batch(tokenizer, encode, end_of_text, dtype, batch, room=math.inf):
-    """[(split, text, new_document)] → {split: Encoded}, with `end_of_text` before each document
-    unless it is None.
+@dataclass(frozen=True)
+class TextEncoder:
+    """Encodes batches of text, with `separator` (an id or None) before each document."""
 
-    encode: the tokenizer's, or a faster function; room: the most tokens to train on, where the
-    document that reaches it is cut
-    """
-    ids = {split: [] for split in SPLITS}
-    documents, sizes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
-    for split, text, new_document in batch:
-        found = encode(text)
-        before = [end_of_text] if new_document and end_of_text is not None else []
-        size = utf8_bytes(text)
-        if split == 'train':
-            left = room - len(before)
-            if len(found) > left:
-                size -= len(tokenizer.decode_bytes(found[left:]))
-                found = found[:left]
-            room = left - len(found)
-        ids[split] += [before, found]
-        documents[split] += new_document
-        sizes[split] += size
-        if room == 0:
-            break
-    # 'unsafe' allows a narrower type; each id fits in it, since the vocabulary does
-    return {split: Encoded(np.concatenate(found, dtype=dtype, casting='unsafe'), documents[split],
-                           sizes[split]) for split, found in ids.items() if found}
+    tokenizer: object
+    encode_text: object  # tokenizer.encode, or a faster function
+    separator: int | None
+    dtype: np.dtype
+
+    def encode(self, batch, max_train_tokens=math.inf):
+        """[(split, text, new_document)] → {split: Encoded}. The document that exceeds
+        max_train_tokens is truncated, and the rest of the batch is not encoded."""
+        arrays = {split: [] for split in SPLITS}
+        documents, sizes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
+        remaining = max_train_tokens
+        for split, text, new_document in batch:
+            ids, size = self.encode_text(text), utf8_bytes(text)
+            prefix = [self.separator] if new_document and self.separator is not None else []
+            if split == 'train':
+                remaining -= len(prefix)
+                if len(ids) > remaining:
+                    size -= len(self.tokenizer.decode_bytes(ids[remaining:]))
+                    ids = ids[:remaining]
+                remaining -= len(ids)
+            arrays[split] += [prefix, ids]
+            documents[split] += new_document
+            sizes[split] += size
+            if remaining == 0:
+                break
+        encoded = {}
+        for split in SPLITS:
+            if arrays[split]:
+                # 'unsafe' allows the narrower dtype, which holds each id of the vocabulary
+                ids = np.concatenate(arrays[split], dtype=self.dtype, casting='unsafe')
+                encoded[split] = Encoded(ids, documents[split], sizes[split])
+        return encoded
 
 
-def encode_conversations(tokenizer, dtype, batch):
-    """The same of conversations as JSON."""
-    encoded = {}
-    for split in SPLITS:
-        found = [json.loads(text) for piece_split, text, _ in batch if piece_split == split]
-        if found:
-            both = map(tokenizer.encode_conversation, found)
-            ids, loss_mask = map(np.concatenate, zip(*both, strict=True))
+@dataclass(frozen=True)
+class ConversationEncoder:
+    """Encodes batches of conversations in JSON, with their loss masks."""
+
+    tokenizer: object
+    dtype: np.dtype
+
+    def encode(self, batch):
+        """[(split, text, new_document)] → {split: Encoded}"""
+        encoded = {}
+        for split in SPLITS:
+            conversations = [json.loads(text) for piece_split, text, _ in batch
+                             if piece_split == split]
+            if not conversations:
+                continue
+            pairs = [self.tokenizer.encode_conversation(messages) for messages in conversations]
+            ids = np.concatenate([ids for ids, _ in pairs])
+            loss_mask = np.concatenate([loss_mask for _, loss_mask in pairs])
             size = sum(utf8_bytes(message['content'])
-                       for messages in found for message in messages)
-            encoded[split] = Encoded(ids.astype(dtype), len(found), size, loss_mask.astype('u1'))
-    return encoded
+                       for messages in conversations for message in messages)
+            encoded[split] = Encoded(ids.astype(self.dtype), len(conversations), size,
+                                     loss_mask.astype('u1'))
+        return encoded
 
 
 def utf8_bytes(text):
@@ -143,100 +188,104 @@ def utf8_bytes(text):
 
 
 def map_in_order(function, batches, threads):
-    """Yield (batch, function(batch)) in order; threads compute a few batches ahead, counted in
-    characters: a batch may be one huge document."""
-    # Threads and not processes: tiktoken works outside of Python's lock, so that they are as fast
-    # and share one vocabulary. gigatoken holds the lock, but is faster than reading the text.
+    """Yield (batch, function(batch)) in order, while threads work on a few batches ahead. How far
+    ahead is counted in characters, since a batch may be one huge document."""
+    # Threads rather than processes: tiktoken releases the GIL, so threads are as fast and share
+    # one vocabulary. gigatoken holds the GIL, but is faster than reading the text.
     with ThreadPoolExecutor(threads, thread_name_prefix='encode') as pool:
-        waiting, ahead = deque(), 0
+        pending, ahead = deque(), 0
         for batch in batches:
             characters = sum(len(text) for _, text, _ in batch)
-            waiting.append((batch, characters, pool.submit(function, batch)))
+            pending.append((batch, characters, pool.submit(function, batch)))
             ahead += characters
             while ahead > 2 * threads * BATCH_CHARS:
-                batch, characters, future = waiting.popleft()
+                batch, characters, future = pending.popleft()
                 yield batch, future.result()
                 ahead -= characters
-        for batch, _, future in waiting:
+        for batch, _, future in pending:
             yield batch, future.result()
 
 
 # -----------------------------------------------------------------------------
-# which split a document belongs to
+# splits
 
 
-VAL_CHARS = 4_000_000  # about a million tokens: enough for a loss, however large the corpus is
-GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: its multiples spread evenly over the circle
+VAL_CHARS = 4_000_000  # about a million tokens: enough for a precise loss on any corpus
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: its multiples are spread evenly modulo 2^64
 
 
-def put_in_splits(source, held_out, ends_with_line):
-    """The pieces of a source → (split, text, new_document).
-
-    held_out: the share of the text for validation, and how many characters it is at most
-    ends_with_line: end documents with a line break, where no end of text comes before the next
-    """
-    pieces, (share, most) = source.pieces(), held_out
-    if source.is_one_text:
-        share = min(share, most / max(1, sum(source.file_chars)))
-        return split_by_place(pieces, [int(n * (1 - share)) for n in source.file_chars])
-    pieces = split_by_hash(pieces, share, most)
+def assign_splits(source, options, ends_with_line):
+    """The pieces of a source → (split, text, new_document). ends_with_line: end each document with
+    a line break, for tokenizers without an end-of-text token."""
+    pieces, fraction = source.pieces(), options.val_fraction
+    if source.is_continuous:
+        fraction = min(fraction, options.max_val_chars / max(1, sum(source.file_chars)))
+        return split_by_position(pieces, [int(n * (1 - fraction)) for n in source.file_chars])
+    pieces = split_by_hash(pieces, fraction, options.max_val_chars)
     return end_with_line_breaks(pieces) if ends_with_line else pieces
 
 
-def split_by_hash(pieces, share, most=math.inf):
-    """Pieces → (split, text, new_document). A hash of a document's first piece decides its split,
-    so a document keeps its split when others are added or removed. When `most` characters are for
-    validation, later documents are for training. A long document comes in several pieces, and each
-    split gets its share of them: their hashes follow that of the first in steps of the golden
-    ratio."""
-    end = math.ceil(share * 2**64)
-    split, held_out = None, 0
-    for text, new_document, own_split in pieces:
+def split_by_hash(pieces, val_fraction, max_val_chars=math.inf):
+    """Pieces → (split, text, new_document). The hash of a document's first piece selects its split,
+    so adding or removing other documents does not change it. After max_val_chars, all documents go
+    to the training split. The pieces of a long document are divided between both splits: their
+    hashes follow that of the first in steps of the golden ratio."""
+    threshold = math.ceil(val_fraction * 2**64)
+    split, val_chars = None, 0
+    for text, new_document, source_split in pieces:
         if new_document:
-            # Texts that differ only in white space at the end get the same split. Most files end
-            # with one line break, and hash as they are.
+            # Texts that differ only in trailing white space get the same split. Most files end
+            # with one line break, and are hashed unchanged.
             data = (text.rstrip() + '\n').encode('utf-8', 'replace')
-            place = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'big')
+            text_hash = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'big')
         else:
-            place = (place + GOLDEN) % 2**64
-        before = split
-        if not own_split and place < end and held_out < most:
-            split, held_out = 'val', held_out + len(text)
+            text_hash = (text_hash + GOLDEN) % 2**64
+        previous_split = split
+        if source_split:
+            split = source_split
+        elif text_hash < threshold and val_chars < max_val_chars:
+            split = 'val'
+            val_chars += len(text)
         else:
-            split = own_split or 'train'
-        yield split, text, new_document or split != before
+            split = 'train'
+        yield split, text, new_document or split != previous_split
 
 
-def split_by_place(pieces, ends):
-    """Pieces of the files of one text → (split, text, new_document). The end of each file is for
-    validation, so that both splits have text of each kind.
+def split_by_position(pieces, val_starts):
+    """Pieces of the files of one continuous text → (split, text, new_document). The end of each
+    file is held out, so that both splits have text of each kind.
 
-    ends: of each file, the character where its validation text begins
+    val_starts: per file, the character where its validation text begins
     """
-    ends, begun = iter(ends), set()
-    train_end = '\n'  # of the training text
+    val_starts, started_splits = iter(val_starts), set()
+    last_train_char = '\n'
     for text, new_file, _ in pieces:
         if new_file:
-            end, seen = next(ends), 0
-        here = max(end - seen, 0)
-        for split, part in ('train', text[:here]), ('val', text[here:]):
+            val_start, position = next(val_starts), 0
+        boundary = max(val_start - position, 0)
+        for split, part in ('train', text[:boundary]), ('val', text[boundary:]):
             if not part:
                 continue
             if split == 'train':
-                if new_file and not train_end.endswith('\n'):
+                if new_file and last_train_char != '\n':
                     part = '\n' + part
-                train_end = part[-1]
-            yield split, part, split not in begun
-            begun.add(split)
-        seen += len(text)
+                last_train_char = part[-1]
+            yield split, part, split not in started_splits
+            started_splits.add(split)
+        position += len(text)
 
 
 def end_with_line_breaks(pieces):
-    """Let each document end with a line break."""
-    held = None
-    for piece in chain(pieces, [(None, '', True)]):
-        if held:
-            split, text, new_document = held
-            ends = piece[2] and not text.endswith('\n')
-            yield split, text + '\n' if ends else text, new_document
-        held = piece
+    """End each document with a line break."""
+    previous = None  # its document may continue
+    for piece in pieces:
+        if previous:
+            yield with_line_break(previous) if piece[2] else previous
+        previous = piece
+    if previous:
+        yield with_line_break(previous)
+
+
+def with_line_break(piece):
+    split, text, new_document = piece
+    return split, text if text.endswith('\n') else text + '\n', new_document

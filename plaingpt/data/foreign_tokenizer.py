@@ -1,7 +1,7 @@
-"""The tokenizers of others: a tokenizer.json, through the package tokenizers.
+"""Pretrained models' tokenizers: a tokenizer.json, through the package `tokenizers`.
 
-All files that say how text and conversations become tokens are kept as they are, in meta.json and
-in checkpoints, so that an export has them again.
+All tokenizer files are stored unchanged in meta.json and in checkpoints, so that an export can
+write them again.
 """
 
 import json
@@ -15,128 +15,138 @@ from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import read_json
 from plaingpt.system.formatting import join_halves, one_line
 
-OUR_TOKENIZER = 'plaingpt_tokenizer.json'  # in an exported folder, so that it comes back whole
+OUR_TOKENIZER = 'plaingpt_tokenizer.json'  # in an exported folder: to_json() of our tokenizer
 TEMPLATE_FILE = 'chat_template.jinja'
 CONFIGS = 'tokenizer_config.json', 'generation_config.json'
 FILES = ('tokenizer.json', *CONFIGS, 'special_tokens_map.json', TEMPLATE_FILE)
-FILES_OF_TOKENIZER = ('config.json', *FILES)
-# Of GPT-2's vocabulary: each of the 256 bytes as a visible character.
-VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves
-PRINTABLE = {byte: chr(byte) for byte in VISIBLE} \
-    | {byte: chr(256 + i) for i, byte in enumerate(sorted({*range(256)} - {*VISIBLE}))}
+TOKENIZER_FILES = ('config.json', *FILES)
+# GPT-2's vocabulary files write each of the 256 bytes as a printable character.
+UNCHANGED = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes printed as themselves
+PRINTABLE = {byte: chr(byte) for byte in UNCHANGED} \
+    | {byte: chr(256 + i) for i, byte in enumerate(sorted({*range(256)} - {*UNCHANGED}))}
 BYTES = {char: byte for byte, char in PRINTABLE.items()}
 
 
 def download(name, patterns):
-    """Fetch files of OWNER/NAME from the Hugging Face hub (or its cache) → folder. UserError"""
+    """Fetch files of OWNER/NAME from the Hugging Face Hub (or its cache) → folder. UserError"""
     with needs('huggingface_hub', f'downloading {name}'):
         from huggingface_hub import snapshot_download
-    with explain_hub_errors(f'{name} is not a folder here, and on the hub it',
-                            'give a folder that holds it'):
+    with explain_hub_errors(f'{name} is not a local folder, and on the Hub it',
+                            'name a local folder with these files'):
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
 
 
 def read_tokenizer(folder, vocab_size=None):
-    """A folder in the Hugging Face layout → the description of its tokenizer, a JSON object; None
-    where it has none. vocab_size: of the model; by default config.json has it. Raises UserError."""
+    """A folder in the Hugging Face layout → the JSON of its tokenizer, or None if it has none.
+    vocab_size: the model's (default: from config.json). Raises UserError."""
     folder = Path(folder)
     try:
         if (folder / OUR_TOKENIZER).exists():
             return read_json(folder / OUR_TOKENIZER)
         files = {name: (folder / name).read_bytes().decode()
-                 for name in FILES_OF_TOKENIZER if (folder / name).exists()}
+                 for name in TOKENIZER_FILES if (folder / name).exists()}
         if 'tokenizer.json' not in files:
             return None
-        model = parse_object(files, 'config.json')
+        model_config = parse_object(files, 'config.json')
         files.pop('config.json', None)
-        return describe(files, model, vocab_size)
+        return describe(files, model_config, vocab_size)
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f'{folder}: its tokenizer cannot be read ({one_line(e)[:200]}): give a '
-                        'folder as transformers saves it') from None
+        raise UserError(f'{folder}: cannot read its tokenizer ({one_line(e)[:200]}); expected a '
+                        'folder saved by transformers') from None
 
 
-def describe(files, model, vocab_size):
-    """{name: text of a file}, the content of config.json → the description."""
-    tokenizer = load(files['tokenizer.json'])
-    names, generation = (parse_object(files, name) for name in CONFIGS)
+def describe(files, model_config, vocab_size):
+    """{file name: text}, the content of config.json → the tokenizer's JSON."""
+    tokenizer = parse_tokenizer(files['tokenizer.json'])
+    tokenizer_config, generation_config = (parse_object(files, name) for name in CONFIGS)
 
-    def id_of(name):  # a name may be {'content': name, …}
-        name = name['content'] if isinstance(name, dict) else name
-        return tokenizer.token_to_id(name) if isinstance(name, str) else None
+    def id_of(token):  # 'content' or {'content': 'content', …}
+        token = token['content'] if isinstance(token, dict) else token
+        return tokenizer.token_to_id(token) if isinstance(token, str) else None
 
-    ends = {id_of(names.get('eos_token'))}
-    for config in (model, generation):
-        found = config.get('eos_token_id')
-        ends |= {*found} if isinstance(found, list) else {found}
-    opener = next((i for i in map(id_of, ('<|endoftext|>', names.get('bos_token'),
-                                          names.get('eos_token'))) if i is not None), None)
-    found = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    size = vocab_size or model.get('vocab_size') or found
-    if size < found:
-        raise ValueError(f'it has {found:,} tokens and the model {size}')
-    ends = sorted(i for i in ends if type(i) is int and 0 <= i < size)
-    return {'kind': 'foreign', 'vocab_size': size, 'end_of_text': opener, 'ends': ends,
-            'files': files}
+    eos_id = id_of(tokenizer_config.get('eos_token'))
+    stop_ids = {eos_id}
+    for config in (model_config, generation_config):
+        ids = config.get('eos_token_id')
+        stop_ids |= {*ids} if isinstance(ids, list) else {ids}
+    end_of_text = id_of('<|endoftext|>')
+    if end_of_text is None:
+        end_of_text = id_of(tokenizer_config.get('bos_token'))
+    if end_of_text is None:
+        end_of_text = eos_id
+    num_tokens = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    vocab_size = vocab_size or model_config.get('vocab_size') or num_tokens
+    if vocab_size < num_tokens:
+        raise ValueError(f'it has {num_tokens:,} tokens, but vocab_size is {vocab_size}')
+    stop_ids = sorted(i for i in stop_ids if type(i) is int and 0 <= i < vocab_size)
+    return {'kind': 'foreign', 'vocab_size': vocab_size, 'end_of_text': end_of_text,
+            'ends': stop_ids, 'files': files}
 
 
 def parse_object(files, name):
-    """The JSON object in one of {name: text}, {} where there is none. Raises ValueError."""
-    found = json.loads(files.get(name, '{}'))
-    if not isinstance(found, dict):
-        raise ValueError(f'{name} is no object')
-    return found
+    """The JSON object in a file of {name: text}, {} if there is no such file. Raises ValueError."""
+    value = json.loads(files.get(name, '{}'))
+    if not isinstance(value, dict):
+        raise ValueError(f'{name} is not a JSON object')
+    return value
 
 
 def find_template(files):
-    """{name: text of a file} → the chat template, or None. Of several it is the 'default' one."""
-    found = parse_object(files, 'tokenizer_config.json').get('chat_template')
-    if isinstance(found, list):
-        found = next((each.get('template') for each in found
-                      if isinstance(each, dict) and each.get('name') == 'default'), None)
-    return files.get(TEMPLATE_FILE, found if isinstance(found, str) else None)
+    """{file name: text} → the chat template, or None. Of several, it is the one named default."""
+    if TEMPLATE_FILE in files:
+        return files[TEMPLATE_FILE]
+    template = parse_object(files, 'tokenizer_config.json').get('chat_template')
+    if isinstance(template, list):
+        for named in template:
+            if isinstance(named, dict) and named.get('name') == 'default':
+                template = named.get('template')
+                break
+    return template if isinstance(template, str) else None
 
 
-@lru_cache(1)  # a command asks for the same one several times, and Qwen3's takes a second
-def load(text):
-    """The text of a tokenizer.json → the package's Tokenizer. Raises ValueError where it cannot be
-    used, and UserError where the package is missing."""
+@lru_cache(1)  # a command needs the same one several times, and parsing Qwen3's takes a second
+def parse_tokenizer(text):
+    """The text of a tokenizer.json → tokenizers.Tokenizer. Raises ValueError where it is not
+    supported, and UserError where the package is missing."""
     with needs('tokenizers', 'a tokenizer.json'):
         import tokenizers
     try:
-        made = tokenizers.Tokenizer.from_str(text)
+        tokenizer = tokenizers.Tokenizer.from_str(text)
     except Exception as e:
         raise ValueError(f'tokenizer.json: {one_line(e)[:150]}') from None
-    parts = json.loads(text)
-    kinds = {(parts.get(part) or {}).get('type') for part in ('model', 'decoder')}
-    if kinds != {'BPE', 'ByteLevel'}:  # others do not give every text back
-        raise ValueError('tokenizer.json is no byte-level BPE, as that of GPT-2, Llama 3 and Qwen')
-    made.no_truncation()
-    made.no_padding()
-    made.encode_special_tokens = True  # text that spells a control token stays text
-    return made
+    content = json.loads(text)
+    types = {(content.get(key) or {}).get('type') for key in ('model', 'decoder')}
+    if types != {'BPE', 'ByteLevel'}:  # others do not round-trip every text
+        raise ValueError('tokenizer.json: not a byte-level BPE, as GPT-2, Llama 3 and Qwen have')
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # text that spells a control token stays text
+    return tokenizer
 
 
 class ForeignTokenizer:
-    """A tokenizer of tokenizers.py. `vocab_size` is the model's, which may have rows for no token;
-    `control_ids` is {name of a control token: its id}."""
+    """A tokenizer with the interface of tokenizers.py. `vocab_size` is the model's, which may be
+    padded; `control_tokens` is {control token: id}."""
 
     def __init__(self, description):
         self.description = description
         self.vocab_size, self.end_of_text = description['vocab_size'], description['end_of_text']
-        self.ends = frozenset({*description['ends'], self.end_of_text} - {None})
-        if not description['files'].keys() <= {*FILES}:  # an export writes them by their names
-            raise UserError('unknown tokenizer: it names files that no tokenizer has')
-        self._tokenizer = load(description['files']['tokenizer.json'])
+        self.stop_ids = frozenset({*description['ends'], self.end_of_text} - {None})
+        if not description['files'].keys() <= {*FILES}:  # an export writes to these names
+            raise UserError('unknown tokenizer: unexpected file names: '
+                            f'{", ".join(sorted(description["files"].keys() - {*FILES}))[:200]}')
+        self._tokenizer = parse_tokenizer(description['files']['tokenizer.json'])
         self._added = self._tokenizer.get_added_tokens_decoder()
-        self.control_ids = {token.content: i for i, token in self._added.items() if token.special}
-        self.controls = frozenset(self.control_ids.values())
+        self.control_tokens = {token.content: i for i, token in self._added.items()
+                               if token.special}
+        self.control_ids = frozenset(self.control_tokens.values())
 
     def encode(self, text):
         text, _ = join_halves(text)
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def decode(self, ids):
-        """Bytes that are not UTF-8, such as half a character, become U+FFFD."""
+        """Invalid UTF-8, such as an incomplete character, becomes U+FFFD."""
         return self.decode_bytes(ids).decode('utf-8', 'replace')
 
     def decode_bytes(self, ids):

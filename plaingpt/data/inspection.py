@@ -1,5 +1,5 @@
-"""What a dataset holds, whether it is as it was written, and whether its validation split can be
-believed."""
+"""What a dataset contains, whether its files are intact, and whether its validation loss can be
+trusted."""
 
 from itertools import groupby
 
@@ -10,13 +10,13 @@ from plaingpt.data.overlap import compare_with_train, print_share
 from plaingpt.system.errors import UserError, warn
 from plaingpt.system.formatting import command_for, count_of, printable
 
-SHOWN_TOKENS, SHOWN_TOKENS_OF_CHAT = 24, 300
-OTHER_TEXT = 0.15  # the splits differ by more in their bytes per token
-FEW_BYTES = 10_000  # of a split say little about its kind of text
+EXCERPT_TOKENS, CHAT_EXCERPT_TOKENS = 24, 300
+MAX_BYTES_DIFFERENCE = 0.15  # between the bytes per token of splits with the same kind of text
+MIN_BYTES = 10_000  # smaller splits say little about their kind of text
 
 
 def find_damage(dataset):
-    """Read all of a dataset, and compare it with meta.json → a list of problems, one line each."""
+    """Read all of a dataset and compare it with meta.json → a list of problems, one line each."""
     problems = []
     for split in SPLITS:
         try:
@@ -27,7 +27,7 @@ def find_damage(dataset):
 
 
 def inspect(folder):
-    """Print what a prepared folder holds and read all of it. Raises UserError for damage."""
+    """Print what a prepared folder contains, and verify all of it. Raises UserError for damage."""
     dataset = open_dataset(folder)
     for key, value in dataset.meta.get('source', {}).items():
         if value:
@@ -35,19 +35,22 @@ def inspect(folder):
     if problems := find_damage(dataset):
         raise UserError('\n'.join(problems))
     print_report(dataset)
-    print('no damage found' + ('' if dataset.is_ours() else '; no checksums to compare with'))
+    if dataset.has_checksums():
+        print('no damage found')
+    else:
+        print('no damage found (no checksums to compare with)')
 
 
 def print_report(dataset):
-    """Print how much each split holds and how it begins, and how much of the validation text is in
-    the training split."""
+    """Print the size and the beginning of each split, and how much of the validation text is in the
+    training split."""
     print(f'{dataset.folder}: {dataset.tokenizer_json()["kind"]} tokenizer, '
-          f'{dataset.vocab_size:,} tokens, {dataset.id_types()}')
+          f'vocab_size {dataset.vocab_size:,}, {dataset.id_dtypes()}')
     for split in SPLITS:
         stream = dataset.split(split)
         print(describe_split(dataset, split))
         if dataset.has_own_ids() or not dataset.meta:
-            print(f'    ids {", ".join(map(str, stream.read(0, SHOWN_TOKENS).tolist()))}')
+            print(f'    ids {", ".join(map(str, stream.read(0, EXCERPT_TOKENS).tolist()))}')
         if dataset.has_own_ids():
             continue
         try:
@@ -55,21 +58,21 @@ def print_report(dataset):
         except UserError as problem:
             if dataset.meta:
                 raise
-            print(f'    not shown as GPT-2 tokens: {problem}')
+            print(f'    cannot be shown as GPT-2 tokens: {problem}')
     entry = dataset.split_entry('val')
     print_overlap(entry if 'in_train' in entry else compare_with_train(dataset))
-    warn_of_other_text(dataset)
+    warn_of_different_text(dataset)
 
 
 def describe_split(dataset, split):
-    """The files of a split, and how much is in them, as a line."""
+    """One line on the files of a split and their size."""
     stream, entry = dataset.split(split), dataset.split_entry(split)
     line = str(stream.files[0].path)
     if len(stream.files) > 1:
         line += f' to {stream.files[-1].path.name}'
     line += f': {len(stream):,} tokens'
     if 'bytes' in entry:
-        line += f', {entry["bytes"] / len(stream):.2f} bytes each'
+        line += f', {entry["bytes"] / len(stream):.2f} bytes per token'
     if 'documents' in entry:
         line += f', from {count_of(entry["documents"], "document")}'
     if 'learned' in entry:
@@ -78,41 +81,47 @@ def describe_split(dataset, split):
 
 
 def excerpt(stream, tokenizer):
-    """How a split begins; of conversations the first one, with the tokens in the loss in
+    """The beginning of a split; for conversations the first one, with the tokens in the loss in
     brackets."""
     if not stream.loss_mask:
-        return repr(tokenizer.decode(stream.read(0, SHOWN_TOKENS).tolist()))
-    ids = stream.read(0, SHOWN_TOKENS_OF_CHAT)
-    starts = np.flatnonzero(ids == tokenizer.conversation)[1:].tolist()
-    ids = ids[:starts[0]] if starts else ids
-    text, loss_mask = '', stream.loss_mask.read(0, len(ids))
-    for in_loss, run in groupby(range(len(ids)), lambda i: bool(loss_mask[i])):
-        part = tokenizer.decode(ids[list(run)].tolist())
-        text += f'[{part}]' if in_loss else part
+        return repr(tokenizer.decode(stream.read(0, EXCERPT_TOKENS).tolist()))
+    ids = stream.read(0, CHAT_EXCERPT_TOKENS)
+    starts = np.flatnonzero(ids == tokenizer.bos_id)[1:].tolist()
+    if starts:
+        ids = ids[:starts[0]]
+    text, start = '', 0
+    loss_mask = stream.loss_mask.read(0, len(ids)).tolist()
+    for in_loss, run in groupby(loss_mask):
+        end = start + len(list(run))
+        piece = tokenizer.decode(ids[start:end].tolist())
+        text += f'[{piece}]' if in_loss else piece
+        start = end
     text = printable(text)
-    for name in {tokenizer.decode([i]) for i in tokenizer.roles.values()}:
-        text = text.replace(name, f'\n    {name}')  # a message a line
+    for token in {tokenizer.decode([i]) for i in tokenizer.roles.values()}:
+        text = text.replace(token, f'\n    {token}')  # one message per line
     return text
 
 
 def print_overlap(entry):
     """Print how much of the validation text is in the training split."""
-    for key, what in (('in_train', 'validation text is'), ('lines_in_train', 'lines of validation '
-                      'text, whatever their numbers, are')):
-        if entry.get(key) is not None:
-            print_share(entry[key], f'{what} also in the training split',
-                        'remove the copies from the input, or hold out other text '
-                        f'({command_for("prepare")} hf … --val_split=…)')
+    advice = 'remove the copies from the input, or hold out other text ' \
+        f'({command_for("prepare")} hf … --val_split=…)'
+    if entry.get('in_train') is not None:
+        print_share(entry['in_train'], 'validation text is also in the training split', advice)
+    if entry.get('lines_in_train') is not None:
+        print_share(entry['lines_in_train'], 'validation lines are, ignoring numbers, also in the '
+                    'training split', advice)
 
 
-def warn_of_other_text(dataset):
-    """Warn where the bytes per token of the splits say that they hold different kinds of text."""
-    sizes = [dataset.bytes_per_token(split) for split in SPLITS]
-    if None in sizes or min(dataset.split_entry(split)['bytes'] for split in SPLITS) < FEW_BYTES:
+def warn_of_different_text(dataset):
+    """Warn if the bytes per token suggest that the splits contain different kinds of text."""
+    train, val = (dataset.bytes_per_token(split) for split in SPLITS)
+    if None in (train, val):
         return
-    if max(sizes) > (1 + OTHER_TEXT) * min(sizes):
-        train, val = (f'{size:.2f}' for size in sizes)
-        warn(f'a token of the validation split has {val} bytes and one of the training split '
-             f'{train}: they hold different kinds of text, so the validation loss says little '
-             'about what is trained on; give --documents=file or --documents=line to hold out '
-             'documents from all of the text, or name files of one kind')
+    if min(dataset.split_entry(split)['bytes'] for split in SPLITS) < MIN_BYTES:
+        return
+    if max(train, val) > (1 + MAX_BYTES_DIFFERENCE) * min(train, val):
+        warn(f'bytes per token differ between the splits (train {train:.2f}, val {val:.2f}), so '
+             'they contain different kinds of text and the validation loss says little about the '
+             'training text; use --documents=file or --documents=line to hold out documents from '
+             'all of the text, or prepare files of one kind')

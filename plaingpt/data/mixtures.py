@@ -1,8 +1,8 @@
-"""Several corpora that are trained on as one: dataset='code:0.3,prose:0.7'.
+"""A weighted mixture of corpora: dataset='code:0.3,prose:0.7'.
 
-Each corpus has exactly its share of every thousand sequences; a keyed permutation decides their
-places. A corpus gives its sequences in its own order, each once before any comes again. Which
-sequence has which place is a pure function of (seed, number), as it is for one corpus.
+Each corpus has exactly its share of every thousand sequences, in an order given by a keyed
+permutation. Within a corpus, sequences come in its own order, each once per epoch. Which sequence
+comes when is a pure function of (seed, number), as for a single corpus.
 """
 
 import re
@@ -15,58 +15,58 @@ from plaingpt.data.batches import BatchLoader, key, permute
 from plaingpt.data.token_files import TokenStream
 from plaingpt.system.errors import UserError
 
-SHARES = 1000  # sequences: in each block of this many, the corpora have their shares
-ROUNDING = 1e-3  # the sum of the weights may miss 1 by this, as three times 0.333 does
+SHARES = 1000  # each block of this many sequences contains every corpus in proportion
+ROUNDING = 1e-3  # tolerance for the sum of the weights: three times 0.333 is not 1
 
 
-def read_mixture(text):
-    """'code:0.3,prose:0.7' → {name: weight in thousandths}. Raises UserError."""
-    pieces = re.findall(r' *([^,]*[^, ]) *: *([0-9]*\.?[0-9]+) *(?:,|$)', text)
-    weights = {name: float(weight) for name, weight in pieces}
-    if len(weights) != text.count(',') + 1 or abs(sum(weights.values()) - 1) > ROUNDING:
-        raise UserError(f'dataset={text}: no such folder is there, and no mixture: write one as '
-                        'code:0.3,prose:0.7, each name once, with weights that come to 1')
+def parse_mixture(spec):
+    """'code:0.3,prose:0.7' → {name: weight, a multiple of 1/1000}. Raises UserError."""
+    pairs = re.findall(r' *([^,]*[^, ]) *: *([0-9]*\.?[0-9]+) *(?:,|$)', spec)
+    weights = {name: float(weight) for name, weight in pairs}
+    if len(weights) != spec.count(',') + 1 or abs(sum(weights.values()) - 1) > ROUNDING:
+        raise UserError(f'dataset={spec}: neither a folder nor a mixture; write a mixture as '
+                        'code:0.3,prose:0.7, each name once, with weights that sum to 1')
     shares = apportion([*weights.values()], SHARES)
     if 0 in shares:
-        raise UserError(f'dataset={text}: a corpus would have none of every {SHARES:,} sequences: '
-                        f'give it a weight of at least {1 / SHARES:g}, or leave it out')
+        raise UserError(f'dataset={spec}: a weight rounds to 0 of {SHARES:,} sequences; raise it '
+                        f'to at least {1 / SHARES:g}, or remove the corpus')
     return {name: share / SHARES for name, share in zip(weights, shares, strict=True)}
 
 
 def apportion(weights, n):
-    """Split the integer n in proportion to `weights` → integers that add up to n: those of the
-    largest remainders are rounded up, the first of equal ones."""
+    """Split the integer n in proportion to `weights` → integers that sum to n, by the largest
+    remainder method. Ties go to the first."""
     exact = np.array(weights) * n / sum(weights)
     counts = np.floor(exact).astype(np.int64)
     counts[np.argsort(counts - exact, kind='stable')[:n - counts.sum()]] += 1
     return counts.tolist()
 
 
-def check_parts(parts):
-    """Raises UserError where datasets do not go together."""
-    first = parts[0].dataset
-    for _, dataset, _ in parts:
+def check_components(components):
+    """Raises UserError where datasets cannot be mixed."""
+    first = components[0].dataset
+    vocabulary = tokenizers.vocabulary_of(first.tokenizer_json())
+    for _, dataset, _ in components:
         if dataset.has_mask():
-            raise UserError(f'{dataset.folder} holds conversations, which no mixture can: prepare '
+            raise UserError(f'{dataset.folder} holds conversations, which cannot be mixed; prepare '
                             'all conversations as one dataset')
-        if tokenizers.words_of(dataset.tokenizer_json()) \
-                != tokenizers.words_of(first.tokenizer_json()):
-            raise UserError(f'{first.folder} and {dataset.folder} were prepared with different '
-                            f'tokenizers: prepare the second with --tokenizer={first.folder}')
+        if tokenizers.vocabulary_of(dataset.tokenizer_json()) != vocabulary:
+            raise UserError(f'{first.folder} and {dataset.folder} have different tokenizers; '
+                            f'prepare the second with --tokenizer={first.folder}')
 
 
 class MixedStream(TokenStream):
-    """The streams of several corpora, one after another. shares: in SHARES sequences."""
+    """The concatenated streams of several corpora. shares: sequences of each out of SHARES"""
 
     def __init__(self, streams, shares, vocab_size):
         super().__init__([file for stream in streams for file in stream.files], vocab_size)
         self.streams, self.shares = streams, shares
-        self.begins = np.cumsum([0] + [len(stream) for stream in streams])
+        self.offsets = np.cumsum([0] + [len(stream) for stream in streams])
 
 
 @lru_cache(2)
 def arrange(seed, block, shares):
-    """Corpus and index within that corpus of each sequence in a block of a thousand → two arrays"""
+    """→ (corpus of each sequence in a block of SHARES, its index within that corpus)"""
     order = permute(np.arange(SHARES), SHARES, key(seed, block, 2))
     corpora = np.searchsorted(np.cumsum(shares), order, side='right')
     indices = np.empty(SHARES, np.int64)
@@ -76,40 +76,44 @@ def arrange(seed, block, shares):
 
 
 class MixedLoader(BatchLoader):
-    """Batches of a MixedStream. Its `parts` are loaders of one corpus each."""
+    """Batches of a MixedStream. `components` has a loader for each corpus."""
 
-    parts = ()
+    components = ()
 
-    def __init__(self, stream, block_size, batch_size, *, seed=0, **settings):
-        super().__init__(stream, block_size, batch_size, seed=seed, **settings)
-        self.parts = [BatchLoader(each, block_size, batch_size, **settings,
-                                  seed=int(key(seed, k)[0]) if k else seed)
-                      for k, each in enumerate(stream.streams)]
-        self.num_eval_sequences = sum(part.num_eval_sequences for part in self.parts)
-        self.sequences_per_epoch = min(  # about this many until a corpus begins again
-            part.sequences_per_epoch * SHARES // share
-            for part, share in zip(self.parts, stream.shares, strict=True))
+    def __init__(self, stream, block_size, batch_size, *, seed=0, **options):
+        super().__init__(stream, block_size, batch_size, seed=seed, **options)
+        self.components = []
+        for k, corpus_stream in enumerate(stream.streams):
+            corpus_seed = int(key(seed, k)[0]) if k else seed
+            self.components.append(BatchLoader(corpus_stream, block_size, batch_size,
+                                               seed=corpus_seed, **options))
+        self.num_eval_sequences = sum(loader.num_eval_sequences for loader in self.components)
+        self.sequences_per_epoch = min(  # until the first corpus starts its next epoch, about
+            loader.sequences_per_epoch * SHARES // share
+            for loader, share in zip(self.components, stream.shares, strict=True))
 
     def sequence_starts(self, ids):
-        """Numbers of sequences → the token where each begins, of all corpora one after another."""
+        """Sequence numbers → the start token of each in the concatenated corpora."""
         corpora, indices = np.empty_like(ids), np.empty_like(ids)
-        blocks, places = np.divmod(ids, SHARES)
+        blocks, positions = np.divmod(ids, SHARES)
         for block in np.unique(blocks):
-            here = blocks == block
-            arranged = arrange(self.seed, int(block), self.stream.shares)
-            corpora[here], indices[here] = (each[places[here]] for each in arranged)
+            in_block = blocks == block
+            block_corpora, block_indices = arrange(self.seed, int(block), self.stream.shares)
+            corpora[in_block] = block_corpora[positions[in_block]]
+            indices[in_block] = block_indices[positions[in_block]]
         starts = np.empty_like(ids)
-        for k, part in enumerate(self.parts):
-            here = corpora == k
-            starts[here] = self.stream.begins[k] + part.sequence_starts(indices[here])
+        for k, loader in enumerate(self.components):
+            in_corpus = corpora == k
+            starts[in_corpus] = self.stream.offsets[k] + loader.sequence_starts(indices[in_corpus])
         return starts
 
-    def eval_starts(self, places, n):
+    def eval_starts(self, indices, n):
         counts = apportion(self.stream.shares, n)
-        ends, starts = np.cumsum(counts), np.empty_like(places)
-        corpora = np.searchsorted(ends, places, side='right')
-        for k, part in enumerate(self.parts):
-            here = corpora == k
-            within = places[here] - (ends[k] - counts[k])
-            starts[here] = self.stream.begins[k] + part.eval_starts(within, counts[k])
+        ends, starts = np.cumsum(counts), np.empty_like(indices)
+        corpora = np.searchsorted(ends, indices, side='right')
+        for k, loader in enumerate(self.components):
+            in_corpus = corpora == k
+            corpus_indices = indices[in_corpus] - (ends[k] - counts[k])
+            starts[in_corpus] = self.stream.offsets[k] \
+                + loader.eval_starts(corpus_indices, counts[k])
         return starts

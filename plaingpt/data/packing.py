@@ -1,9 +1,8 @@
-"""Conversations → batches: packed into sequences, with a loss on what the assistant writes.
+"""Conversations → batches: packed into sequences, with a loss on the assistant's replies only.
 
-Each conversation goes into the sequence that it fills best, the longest first ("best fit
-decreasing": Johnson 1973, "Near-optimal bin packing algorithms"). A conversation that is longer
-than a sequence is cut before a turn of the user, or within a turn that is too long; each later
-piece gets the BOS token in front. The rest of a sequence is padding, which the loss ignores.
+Conversations are packed by best-fit decreasing (Johnson 1973, "Near-optimal bin packing
+algorithms"). One that is longer than a sequence is split before a user turn, or within a turn that
+is too long; each later piece starts with the BOS token. The loss ignores the padding.
 """
 
 import numpy as np
@@ -17,15 +16,14 @@ from plaingpt.system.errors import UserError
 
 
 class ConversationTokens(TokenStream):
-    """The tokens of conversations; `loss_mask` is a stream with 1 for each that counts in the loss,
-    0 for the others. tokenizer: where the template is another model's, by whose ids the parts of
-    conversations are found"""
+    """The tokens of conversations, with a loss mask. tokenizer: for a pretrained model's template,
+    to find the turns of conversations"""
 
     def __init__(self, files, masks, vocab_size, tokenizer=None):
         super().__init__(files, vocab_size)
         self.loss_mask = TokenStream(masks, 2)
-        # Our control tokens come behind the ids of a text, which are found without their tokenizer:
-        # it may take a download.
+        # Our control tokens follow the ids of text, so finding them does not need the tokenizer of
+        # text, which may need a download.
         self.tokenizer = tokenizer or ChatTokenizer(IdsTokenizer(vocab_size - len(SPECIAL_TOKENS)))
 
     def verify(self):
@@ -33,103 +31,106 @@ class ConversationTokens(TokenStream):
         self.loss_mask.verify()
 
     def chunks(self):
-        """Yield (number of the first token, tokens, their loss mask), all in order."""
+        """Yield (index of the first token, tokens, their loss mask) in order."""
         for first in range(0, len(self), READ_TOKENS):
             yield first, self.read(first, READ_TOKENS), self.loss_mask.read(first, READ_TOKENS)
 
 
 class PackedLoader(BatchLoader):
-    """A BatchLoader of ConversationTokens. The number of a sequence's first token names it, as in
-    a BatchLoader. A training batch has a third part, its weight in the loss of the step:
-    train.forward_backward.
+    """A BatchLoader of ConversationTokens. A sequence is identified by the start token of its first
+    piece. A training batch has a third element, its weight in the loss of the step
+    (Step.forward_backward).
     """
 
     def tile(self):
         stream = self.stream
-        # tokens of a sequence; the first is not read where the template has no opening token
-        self.length = length = self.block_size + 1 + (not stream.tokenizer.keeps_bos)
+        # Without a BOS token in the template, the first token of a sequence is not read.
+        self.length = self.block_size + (1 if stream.tokenizer.keeps_bos else 2)
         starts = conversation_starts(stream)
         self.num_conversations = len(starts)
-        pieces = starts, sizes, _ = cut(stream, starts, length)
-        # A piece's first token is no target: no token before it predicts it.
+        starts, sizes, with_bos = split_conversations(stream, starts, self.length)
+        # A piece's first token is not a target: no token before it predicts it.
         targets = mask_sums(stream, starts + sizes) - mask_sums(stream, starts + 1)
-        kept = targets > 0  # the others are parts of long questions
-        self.tokens_left_out = int(sizes[~kept].sum())
-        self.starts, self.sizes, self.with_bos, targets = (
-            column[kept] for column in (*pieces, targets))
+        has_targets = targets > 0  # pieces of long questions have none
+        self.dropped_tokens = int(sizes[~has_targets].sum())
+        self.starts, self.sizes = starts[has_targets], sizes[has_targets]
+        self.with_bos, targets = with_bos[has_targets], targets[has_targets]
         if not len(targets):
-            raise UserError(f'{stream.files[0].path}: with block_size={self.block_size} no '
-                            'sequence has a token of an answer: raise it')
+            raise UserError(f'{stream.files[0].path}: no sequence contains a token of a reply with '
+                            f'block_size={self.block_size}; raise --block_size')
         lengths = self.sizes + self.with_bos
-        rows = best_fit(lengths, length)
-        # The pieces of each sequence, the longest first; the sequences in the order of the text.
-        order = np.lexsort((-lengths, rows))
-        firsts = np.flatnonzero(np.diff(rows[order], prepend=-1))
-        self.pieces = sorted(np.split(order, firsts[1:]), key=lambda row: row[0])
-        self.firsts = np.array([self.starts[row[0]] for row in self.pieces])
-        self.num_targets = np.array([targets[row].sum() for row in self.pieces])
+        sequences = best_fit(lengths, self.length)
+        # The pieces of each sequence, longest first; the sequences in the order of the data.
+        order = np.lexsort((-lengths, sequences))
+        boundaries = np.flatnonzero(np.diff(sequences[order], prepend=-1))
+        self.pieces = sorted(np.split(order, boundaries[1:]), key=lambda pieces: pieces[0])
+        self.first_starts = np.array([self.starts[pieces[0]] for pieces in self.pieces])
+        self.num_targets = np.array([targets[pieces].sum() for pieces in self.pieces])
         self.sequences_per_epoch = self.num_eval_sequences = len(self.pieces)
 
     def epoch_tokens(self):
-        """How many tokens the model reads in an epoch, with the padding."""
+        """How many tokens the model reads per epoch, including padding."""
         return self.sequences_per_epoch * self.block_size
 
     def epoch_starts(self, epoch, sequences):
-        return self.firsts[sequences]
+        return self.first_starts[sequences]
 
-    def eval_starts(self, places, n):
-        return self.firsts[places * self.num_eval_sequences // n]
+    def eval_starts(self, indices, n):
+        return self.first_starts[indices * self.num_eval_sequences // n]
 
     def count_targets(self, ids):
-        """How many targets the sequences of these numbers have."""
-        rows = np.searchsorted(self.firsts, self.sequence_starts(ids))
-        return int(self.num_targets[rows].sum())
+        """The number of targets in the sequences with these numbers."""
+        sequences = np.searchsorted(self.first_starts, self.sequence_starts(ids))
+        return int(self.num_targets[sequences].sum())
 
     def train_batch(self, step, micro):
-        """(idx, targets, weight): its share of all targets of the step, times the processes"""
+        """(idx, targets, weight): weight is its share of all targets of the step, × world_size"""
         ids = self.sequence_ids(step, micro)
         first = self.first_sequence(step)
         total = self.count_targets(np.arange(first, first + self.step_size))
         weight = self.count_targets(ids) * self.world_size / max(1, total)
         return *self._on_host(self.sequence_starts(ids)), weight
 
-    def questions(self, n):
-        """The ids of n conversations up to their first answer, a list for each; fewer where
-        there are fewer."""
-        whole = np.flatnonzero(~self.with_bos)
-        found = []
-        for i in whole[np.linspace(0, len(whole) - 1, min(n, len(whole))).astype(np.int64)]:
+    def question_prompts(self, n):
+        """The ids of up to n conversations, each up to the header of its first reply."""
+        tokenizer = self.stream.tokenizer
+        unsplit = np.flatnonzero(~self.with_bos)  # first pieces of conversations
+        prompts = []
+        for i in unsplit[np.linspace(0, len(unsplit) - 1, min(n, len(unsplit))).astype(np.int64)]:
             ids = self.stream.read(self.starts[i], int(self.sizes[i])).tolist()
-            answers = places_of(self.stream.tokenizer.answer_ids, np.array(ids))
-            if len(answers):
-                begin = 0 if self.stream.tokenizer.keeps_bos else 1
-                found.append(ids[begin:answers[0] + len(self.stream.tokenizer.answer_ids)])
-        return found
+            replies = find_subsequence(tokenizer.answer_ids, np.array(ids))
+            if len(replies):
+                start = 0 if tokenizer.keeps_bos else 1
+                prompts.append(ids[start:replies[0] + len(tokenizer.answer_ids)])
+        return prompts
 
     def layout(self, start):
-        """The token where a sequence begins → [(column in the batch, first token in the split,
-        number of tokens)] of its pieces; the columns between them hold BOS tokens."""
-        found, column, keeps_bos = [], 0, self.stream.tokenizer.keeps_bos
-        for i in self.pieces[np.searchsorted(self.firsts, start)]:
+        """The start token of a sequence → [(column in the batch, first token in the split, number
+        of tokens)] for each piece; the columns between them hold BOS tokens."""
+        pieces, column, keeps_bos = [], 0, self.stream.tokenizer.keeps_bos
+        for i in self.pieces[np.searchsorted(self.first_starts, start)]:
             first, n = int(self.starts[i]), int(self.sizes[i])
             if self.with_bos[i]:
-                column += keeps_bos
+                if keeps_bos:
+                    column += 1
             elif not keeps_bos:
                 first, n = first + 1, n - 1
-            found.append((column, first, n))
-            column, keeps_bos = column + n, True
-        return found
+            pieces.append((column, first, n))
+            column += n
+            keeps_bos = True  # only the first column of a sequence is not read
+        return pieces
 
     def _on_host(self, starts):
         shape, stream = (len(starts), self.block_size + 1), self.stream  # (B, T+1)
-        tokens, loss_mask = np.full(shape, stream.tokenizer.conversation), np.zeros(shape, bool)
+        tokens, loss_mask = np.full(shape, stream.tokenizer.bos_id), np.zeros(shape, bool)
         for row, in_loss, start in zip(tokens, loss_mask, starts, strict=True):
             for column, first, n in self.layout(start):
                 row[column:column + n] = stream.read(first, n)
                 in_loss[column + 1:column + n] = stream.loss_mask.read(first, n)[1:]
-            # so that the padding is one document
+            # The padding starts with one BOS token, so that it is one document.
             row[column + n + 1:] = stream.tokenizer.end_of_turn
-        idx, targets = (torch.from_numpy(part.copy()) for part in (tokens[:, :-1], tokens[:, 1:]))
+        idx = torch.from_numpy(tokens[:, :-1].copy())
+        targets = torch.from_numpy(tokens[:, 1:].copy())
         targets[torch.from_numpy(~loss_mask[:, 1:])] = -1
         return self._pinned(idx, targets)
 
@@ -138,86 +139,92 @@ class PackedLoader(BatchLoader):
         return [*super()._on_device((idx, targets)), *weight]
 
     def describe(self):
-        """How the conversations were packed, in a line."""
-        room, used = self.sequences_per_epoch * self.length, int((self.sizes + self.with_bos).sum())
+        """One line on how the conversations were packed."""
+        capacity = self.sequences_per_epoch * self.length
+        used = int((self.sizes + self.with_bos).sum())
         return f'{self.num_conversations:,} conversations in {self.sequences_per_epoch:,} ' \
-               f'sequences, {1 - used / room:.1%} padding, {int(self.num_targets.sum()):,} ' \
-               f'tokens in the loss; cut at {int(self.with_bos.sum()):,} places, as longer than ' \
-               f'block_size; {self.tokens_left_out:,} tokens left out, with no answer near them'
+               f'sequences, {1 - used / capacity:.1%} padding, {int(self.num_targets.sum()):,} ' \
+               f'tokens in the loss; {int(self.with_bos.sum()):,} splits to fit block_size; ' \
+               f'dropped {self.dropped_tokens:,} tokens without a reply'
 
 
 def conversation_starts(stream):
-    """The number of the first token of each conversation. Raises UserError."""
-    found = np.concatenate([first + np.flatnonzero(tokens == stream.tokenizer.conversation)
-                            for first, tokens, _ in stream.chunks()])
-    if not len(found) or found[0]:
+    """The index of the first token of each conversation. Raises UserError."""
+    starts = np.concatenate([first + np.flatnonzero(tokens == stream.tokenizer.bos_id)
+                             for first, tokens, _ in stream.chunks()])
+    if not len(starts) or starts[0]:
         raise UserError(f'{stream.files[0].path} does not begin with a conversation: prepare the '
                         'data again')
-    return found
+    return starts
 
 
-def places_of(wanted, ids):
-    """Where some ids stand one after another among others."""
-    found = np.flatnonzero(ids[:len(ids) - len(wanted) + 1] == wanted[0])
-    for i, one in enumerate(wanted):
-        found = found[ids[found + i] == one]
-    return found
+def find_subsequence(subsequence, ids):
+    """The indices in `ids` where the subsequence begins."""
+    indices = np.flatnonzero(ids[:len(ids) - len(subsequence) + 1] == subsequence[0])
+    for i, token in enumerate(subsequence):
+        indices = indices[ids[indices + i] == token]
+    return indices
 
 
-def cut(stream, starts, length):
-    """Cut conversations that are longer than `length` tokens into pieces. Each piece after the
-    first gets a BOS token in front, which counts in its length.
+def split_conversations(stream, starts, length):
+    """Split conversations that are longer than `length` tokens into pieces. Each piece after the
+    first is preceded by a BOS token, which counts in its length.
 
     starts: the first token of each conversation
-    → (first token of each piece, number of tokens, whether a BOS token comes in front)
+    → (first token of each piece, number of tokens, whether a BOS token precedes it)
     """
     sizes = np.append(starts[1:], len(stream)) - starts
     pieces = []
     for i in np.flatnonzero(sizes > length):
-        start, size, begin = int(starts[i]), int(sizes[i]), 0
-        users = places_of(stream.tokenizer.user_ids, stream.read(start, size))[1:]
-        while size - begin > (room := length - (begin > 0)):
-            turns = users[(users > begin) & (users <= begin + room)]
-            end = int(turns[-1]) if len(turns) else begin + room
-            pieces.append((start + begin, end - begin, begin > 0))
-            begin = end
-        pieces.append((start + begin, size - begin, True))
-    whole = np.stack([starts, sizes, np.zeros_like(starts)], 1)[sizes <= length]
-    every = np.concatenate([whole, np.array(pieces, np.int64).reshape(-1, 3)])
-    starts, sizes, with_bos = every[np.argsort(every[:, 0])].T
+        start, end = int(starts[i]), int(starts[i] + sizes[i])
+        user_turns = start + find_subsequence(stream.tokenizer.user_ids,
+                                              stream.read(start, end - start))[1:]
+        with_bos, max_size = False, length
+        while end - start > max_size:
+            turns = user_turns[(user_turns > start) & (user_turns <= start + max_size)]
+            piece_end = int(turns[-1]) if len(turns) else start + max_size
+            pieces.append((start, piece_end - start, with_bos))
+            start = piece_end
+            with_bos, max_size = True, length - 1
+        pieces.append((start, end - start, True))
+    unsplit = np.stack([starts, sizes, np.zeros_like(starts)], 1)[sizes <= length]
+    table = np.concatenate([unsplit, np.array(pieces, np.int64).reshape(-1, 3)])
+    starts, sizes, with_bos = table[np.argsort(table[:, 0])].T
     return starts, sizes, with_bos.astype(bool)
 
 
-def mask_sums(stream, places):
-    """How many tokens before each of `places`, in order, count in the loss."""
-    found, total = np.empty_like(places), 0
+def mask_sums(stream, positions):
+    """How many tokens before each of the sorted `positions` count in the loss."""
+    result, total = np.empty_like(positions), 0
     for first, _, loss_mask in stream.chunks():
         sums = total + np.cumsum(np.append(0, loss_mask))
-        a, b = np.searchsorted(places, (first, first + len(loss_mask) + 1))
-        found[a:b] = sums[places[a:b] - first]
+        a, b = np.searchsorted(positions, (first, first + len(loss_mask) + 1))
+        result[a:b] = sums[positions[a:b] - first]
         total = sums[-1]
-    return found
+    return result
 
 
-def best_fit(sizes, room):
-    """Sizes of pieces, none above `room` → the sequence that each goes into. The longest is first,
-    and each goes where it leaves the least room."""
-    rows = np.empty(len(sizes), np.int64)
-    by_room = [[] for _ in range(room + 1)]  # sequences by the room that is left
-    some = 0  # bit n is set if a sequence has room n left
-    count = 0  # of sequences
+def best_fit(sizes, capacity):
+    """Best-fit decreasing: sizes of pieces, none above `capacity` → the sequence of each piece. The
+    largest piece comes first, and each goes where it leaves the least space."""
+    assignment = np.empty(len(sizes), np.int64)
+    by_space = [[] for _ in range(capacity + 1)]  # sequences by the space left in them
+    spaces = 0  # bitmask: bit n is set if a sequence has space n left
+    num_sequences = 0
     for i in np.argsort(-sizes, kind='stable').tolist():
         size = int(sizes[i])
-        if fitting := some >> size:
-            left = size + (fitting & -fitting).bit_length() - 1
-            row = by_room[left].pop()
-            some ^= (not by_room[left]) << left
+        fitting = spaces >> size
+        if fitting:
+            space = size + (fitting & -fitting).bit_length() - 1  # the lowest bit that is set
+            sequence = by_space[space].pop()
+            if not by_space[space]:
+                spaces ^= 1 << space
         else:
-            left, row = room, count
-            count += 1
-        rows[i] = row
-        left -= size
-        if left:
-            by_room[left].append(row)
-            some |= 1 << left
-    return rows
+            space, sequence = capacity, num_sequences
+            num_sequences += 1
+        assignment[i] = sequence
+        space -= size
+        if space:
+            by_space[space].append(sequence)
+            spaces |= 1 << space
+    return assignment

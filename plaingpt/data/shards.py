@@ -1,6 +1,7 @@
-"""Tokens → shards on disk. Files are written in data/<name>/unfinished/. When all are complete they
-move to data/<name>/, meta.json last, so a kill at any moment spoils nothing. progress.json says how
-long each file was when the last shard became full: the same command goes on from there.
+"""Tokens → shards on disk. Files are written to data/<name>/unfinished/ and moved to data/<name>/
+when all are complete, meta.json last, so an interruption never leaves a broken dataset.
+progress.json has the length of each split when the last shard was full: the same command resumes
+from there.
 """
 
 import os
@@ -24,35 +25,35 @@ from plaingpt.data.dataset import (
 )
 from plaingpt.data.inspection import find_damage, print_report
 from plaingpt.data.overlap import compare_with_train
-from plaingpt.data.token_files import name_of
+from plaingpt.data.token_files import dtype_name
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import locked, read_json, sha256_of, sync, write_json
 
-# These describe the content of the input. If they changed, the same command begins anew.
-CONTENT = {'identity', 'tokenizer_sha256'}
+# Fingerprints of the input in a command. If they differ, the same command starts over.
+FINGERPRINTS = {'identity', 'tokenizer_sha256'}
 
 
 @dataclass
 class ShardWriter:
-    """Writes a split into files of `shard_tokens` tokens; the last one is shorter. Conversations
-    have a file with the loss mask beside each."""
+    """Writes a split into files of `shard_tokens` tokens, the last one shorter. For conversations
+    each has a file with the loss mask beside it."""
 
     folder: Path
     split: str
     shard_tokens: int
-    columns: dict  # ending of a file → type of its numbers: token ids, and the loss mask
+    columns: dict  # file name ending → dtype: token ids, and the loss mask
     tokens: int = 0
     documents: int = 0
     bytes: int = 0
     learned: int = 0  # tokens in the loss
-    unsynced: set = field(default_factory=set)  # files
+    unsynced: set = field(default_factory=set)  # paths
 
     def path(self, shard, ending='.bin'):
         return self.folder / f'{self.split}_{shard:06d}{ending}'
 
     def write(self, encoded):
-        """Append an Encoded → True where a shard got full."""
-        before, start = self.tokens // self.shard_tokens, 0
+        """Append an Encoded → whether a shard became full."""
+        full_shards, start = self.tokens // self.shard_tokens, 0
         while start < len(encoded.ids):
             shard, used = divmod(self.tokens, self.shard_tokens)
             end = start + self.shard_tokens - used
@@ -67,23 +68,23 @@ class ShardWriter:
         self.bytes += encoded.bytes
         if encoded.loss_mask is not None:
             self.learned += int(np.count_nonzero(encoded.loss_mask))
-        return self.tokens // self.shard_tokens > before
+        return self.tokens // self.shard_tokens > full_shards
 
     def sync(self):
-        """Make what was written so far outlast a crash of the machine."""
+        """Flush what was written to disk, so that it survives a crash of the machine."""
         while self.unsynced:
             sync(self.unsynced.pop())
 
     def state(self):
         return {key: getattr(self, key) for key in ('tokens', 'documents', 'bytes', 'learned')}
 
-    def go_back(self, state):
-        """Go back to `state`, and cut off what was written after it."""
+    def rewind(self, state):
+        """Return to `state` and truncate what was written after it."""
         for key, value in state.items():
             setattr(self, key, value)
         shard, used = divmod(self.tokens, self.shard_tokens)
         for ending, dtype in self.columns.items():
-            with suppress(FileNotFoundError):  # as finish() named it
+            with suppress(FileNotFoundError):  # finish() may have renamed a single file
                 os.replace(self.folder / f'{self.split}{ending}', self.path(0, ending))
             if used:
                 os.truncate(self.path(shard, ending), used * dtype.itemsize)
@@ -91,9 +92,12 @@ class ShardWriter:
     def finish(self):
         """→ the entry of this split in meta.json. A single file is named SPLIT.bin."""
         self.sync()
-        full, rest = divmod(self.tokens, self.shard_tokens)
-        files = [{'name': self.path(shard).name, 'tokens': n}
-                 for shard, n in enumerate([self.shard_tokens] * full + [rest] * (rest > 0))]
+        full_shards, remainder = divmod(self.tokens, self.shard_tokens)
+        sizes = [self.shard_tokens] * full_shards
+        if remainder:
+            sizes.append(remainder)
+        files = [{'name': self.path(shard).name, 'tokens': size}
+                 for shard, size in enumerate(sizes)]
         if len(files) == 1:
             files[0]['name'] = f'{self.split}.bin'
             for ending in self.columns:
@@ -104,18 +108,19 @@ class ShardWriter:
                 file['mask_sha256'] = sha256_of(self.folder / mask_name(file['name']))
         entry = {'tokens': self.tokens, 'documents': self.documents, 'bytes': self.bytes,
                  'files': files}
-        return {**entry, 'learned': self.learned} if MASK_ENDING in self.columns else entry
+        if MASK_ENDING in self.columns:
+            entry['learned'] = self.learned
+        return entry
 
 
 def write_meta(folder, dtype, tokenizer, splits, command):
-    """Write meta.json, also how much of the validation text is in the training split.
-    tokenizer: what made the tokens; splits: the entry of each. Raises UserError where a split
-    stayed empty."""
+    """Write meta.json, including how much of the validation text is in the training split.
+    splits: the entry of each. Raises UserError where a split is empty."""
     for split, entry in splits.items():
         if not entry['tokens']:
-            raise UserError(f'{command["input"]}: the {split} split would be empty: use more text, '
-                            'or change --val_fraction or the names of the splits')
-    meta = {'format_version': FORMAT_VERSION, 'dtype': name_of(dtype),
+            raise UserError(f'{command["input"]}: the {split} split is empty; use more text, or '
+                            'another --val_fraction, --split or --val_split')
+    meta = {'format_version': FORMAT_VERSION, 'dtype': dtype_name(dtype),
             'vocab_size': tokenizer.vocab_size, 'tokenizer': tokenizer.to_json(),
             'splits': splits, 'source': command}
     dataset = Dataset(folder, meta, tokenizer.vocab_size)
@@ -128,14 +133,14 @@ def write_progress(folder, command, **progress):
 
 
 def read_progress(folder, command):
-    """What the same command wrote of its progress, or {}; then the folder is emptied."""
+    """The progress of the same command, or {}; then the folder is emptied."""
     path = folder / 'progress.json'
     progress = read_json(path) if path.exists() else {}
     if progress.get('command') == command:
         return progress
     if progress:
-        print(f'{folder}: what another command, or this one from other text, left there is '
-              'deleted; starting anew')
+        print(f'{folder}: deleted the partial output of another command or other text; '
+              'starting over')
     empty(folder)
     return {}
 
@@ -146,14 +151,14 @@ def empty(folder):
 
 
 def publish(folder):
-    """Move complete data from folder/unfinished into `folder`, in place of what was there. After a
-    crash at any point it can be called again."""
+    """Move complete data from folder/unfinished to `folder`, replacing what was there. It can be
+    repeated after a crash at any point."""
     unfinished = folder / UNFINISHED
     meta = read_meta(unfinished / 'meta.json')
     files = [file for split in meta['splits'].values() for file in split['files']]
     names = [file['name'] for file in files]
     names += [mask_name(file['name']) for file in files if 'mask_sha256' in file]
-    # From here to the end the folder counts as unfinished, should the machine stop.
+    # From here on, a crash leaves the folder marked as unfinished.
     (folder / 'meta.json').unlink(missing_ok=True)
     for path in folder.glob('*.bin'):
         if path.name not in names and TOKEN_FILES.fullmatch(path.name):
@@ -165,53 +170,51 @@ def publish(folder):
     shutil.rmtree(unfinished)
 
 
-def is_done(folder, command, overwrite):
-    """Whether this very command wrote the files of `folder`, and they are whole. Raises UserError
-    where another one did, unless it may `overwrite` them, and where no prepare.py did."""
-    marks = folder / 'meta.json', folder / UNFINISHED
-    if not any(path.exists() for path in marks) and holds_tokens(folder):
-        raise UserError(f'{folder} has tokens and no meta.json, so prepare.py did not make them: '
-                        'name another folder with --data_dir')
+def is_up_to_date(folder, command, overwrite):
+    """Whether this command wrote `folder` and its files are intact. Raises UserError where another
+    command wrote it, unless `overwrite`, and where the files are not from prepare.py."""
     path = folder / 'meta.json'
     if not path.exists():
+        if holds_tokens(folder) and not (folder / UNFINISHED).exists():
+            raise UserError(f'{folder} has token files but no meta.json, so they are not from '
+                            'prepare.py; choose another folder with --data_dir')
         return False
     try:
-        earlier = read_meta(path)['source']
-    except UserError as problem:  # it is damaged, or of a newer version
-        may_be_own = '"kind": "ids"' in path.read_text('utf-8', 'replace')
-        if overwrite and not may_be_own:
+        existing = read_meta(path)['source']
+    except UserError as problem:  # damaged, or of a newer version
+        may_be_own_ids = '"kind": "ids"' in path.read_text('utf-8', 'replace')
+        if overwrite and not may_be_own_ids:
             return False
-        hint = 'name another folder with --data_dir'
-        if not may_be_own:
+        hint = 'choose another folder with --data_dir'
+        if not may_be_own_ids:
             hint += f', or replace the files of {folder} with --overwrite'
         raise UserError(f'{problem}; or {hint}') from None
-    if earlier.get('corpus') == 'ids':
-        raise UserError(f'{folder} holds ids of your own, which prepare.py does not replace: name '
+    if existing.get('corpus') == 'ids':
+        raise UserError(f'{folder} holds your own ids, which prepare.py does not replace; choose '
                         'another folder with --data_dir')
-    differ = [f'{key} {earlier.get(key, "none")}, not {command.get(key, "none")}'
-              for key in {**command, **earlier}
-              if key not in CONTENT and earlier.get(key) != command.get(key)]
-    if differ and not overwrite:
-        raise UserError(f'{folder} holds another dataset ({", ".join(differ[:3])}): name another '
-                        'folder with --data_dir, or replace it with --overwrite')
-    return earlier == command and not find_damage(open_dataset(folder))
+    differences = [f'{key} {existing.get(key, "none")}, not {command.get(key, "none")}'
+                   for key in {**command, **existing}
+                   if key not in FINGERPRINTS and existing.get(key) != command.get(key)]
+    if differences and not overwrite:
+        raise UserError(f'{folder} holds another dataset ({", ".join(differences[:3])}); choose '
+                        'another folder with --data_dir, or replace it with --overwrite')
+    return existing == command and not find_damage(open_dataset(folder))
 
 
 def write_dataset(folder, command, overwrite, write):
-    """Call `write` with a folder for unfinished files, move what it wrote into `folder`, and print
-    a report. No other prepare.py can write there meanwhile. Where this command is done already, a
-    line says so. Where it fails before there is something to go on from, nothing stays. Raises
-    UserError."""
+    """Call `write` with a folder for unfinished files, move its output to `folder`, and print a
+    report. Nothing is written if `folder` is up to date. `folder` is locked meanwhile. A failure
+    before the first checkpoint of the progress leaves no files. Raises UserError."""
     unfinished = folder / UNFINISHED
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with locked(folder, f'{folder}: another prepare.py is writing there: wait until it is '
-                            'done, or choose another --data_dir'):
-            if (unfinished / 'meta.json').exists():  # a kill left a whole dataset to be moved
+        with locked(folder, f'{folder}: another prepare.py is writing there; wait until it has '
+                            'finished, or choose another --data_dir'):
+            if (unfinished / 'meta.json').exists():  # complete, but interrupted before publish
                 publish(folder)
-            if is_done(folder, command, overwrite):
+            if is_up_to_date(folder, command, overwrite):
                 shutil.rmtree(unfinished, ignore_errors=True)
-                print(f'{folder} is already prepared by this command, and its checksums are right')
+                print(f'{folder} is up to date (same command, checksums verified)')
             else:
                 unfinished.mkdir(exist_ok=True)
                 write(unfinished)
@@ -219,6 +222,6 @@ def write_dataset(folder, command, overwrite, write):
             print_report(open_dataset(folder))
     finally:
         if not any((unfinished / name).exists() for name in ('progress.json', 'meta.json')):
-            shutil.rmtree(unfinished, ignore_errors=True)  # there is nothing to go on from
-        with suppress(OSError):  # it is not empty
+            shutil.rmtree(unfinished, ignore_errors=True)  # nothing to resume from
+        with suppress(OSError):  # not empty
             folder.rmdir()

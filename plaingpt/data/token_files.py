@@ -1,4 +1,4 @@
-"""Files of token ids, and several of them read as one stream."""
+"""Files of token ids, and streams of several files."""
 
 import hashlib
 import os
@@ -12,14 +12,14 @@ import numpy as np
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import command_for
 
-READ_TOKENS = 2**22  # at a time, when a whole file is read
-SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 2**14  # that sampled_sha256 reads
+READ_TOKENS = 2**22  # per read, for whole files
+SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 2**14  # sampled_sha256 reads 64 blocks of 16 KiB
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file of token ids, open for reading as long as this object exists. A file that is replaced
-    by renaming another keeps its content for those who have it open."""
+    """A file of token ids, open for reading as long as this object exists. If another file is
+    renamed over it, this object still reads the old content."""
 
     path: Path
     dtype: np.dtype
@@ -27,18 +27,18 @@ class TokenFile:
     offset: int  # the byte where the tokens begin
     tokens: int
     sha256: str = ''  # of the tokens, from meta.json
-    lock: object = field(default_factory=threading.Lock, repr=False)  # a file has one place
+    lock: object = field(default_factory=threading.Lock, repr=False)  # for the file position
 
-    def read_bytes(self, place, count):
-        """`count` bytes from byte `place` on; threads can call this at once. Raises UserError."""
-        # Not a memory map: its pages would count as this process's memory, more and more of the
-        # corpus as the run proceeds, and a file cut short would kill the process (SIGBUS).
+    def read_bytes(self, offset, count):
+        """`count` bytes from byte `offset` on. Thread-safe. Raises UserError."""
+        # Not a memory map: its pages would count as memory of this process, more and more as the
+        # run proceeds, and a truncated file would kill the process (SIGBUS).
         with self.lock:
-            self.file.seek(place)
+            self.file.seek(offset)
             data = self.file.read(count)
         if len(data) < count:
-            raise UserError(f'{self.path} has been cut short since it was opened: put the file '
-                            'back as it was, and resume')
+            raise UserError(f'{self.path}: truncated since it was opened; restore the file and '
+                            'resume')
         return data
 
     def read(self, start, count):
@@ -48,41 +48,39 @@ class TokenFile:
         return np.frombuffer(self.read_bytes(self.offset + start * width, count * width),
                              self.dtype)
 
-    def pieces(self):
-        """Yield (number of the first token, tokens) of the whole file in order."""
+    def chunks(self):
+        """Yield (index of the first token, tokens) for the whole file in order."""
         for start in range(0, self.tokens, READ_TOKENS):
             yield start, self.read(start, READ_TOKENS)
 
     def checksum(self, vocab_size):
         """SHA-256 of all tokens. Raises UserError for an id beyond the vocabulary."""
         digest = hashlib.sha256()
-        for start, ids in self.pieces():
+        for start, ids in self.chunks():
             check_ids(self.path, ids, start, vocab_size)
             digest.update(ids)
         return digest.hexdigest()
 
     def verify(self, vocab_size):
-        """Read all tokens. Raises UserError for an id beyond the vocabulary, and where their
-        checksum is not that of meta.json."""
+        """Read all tokens. Raises UserError for an id beyond the vocabulary or a wrong checksum."""
         checksum = self.checksum(vocab_size)
         if self.sha256 and checksum != self.sha256:
-            raise UserError(f'{self.path}: another checksum than meta.json has: the file was '
-                            'damaged or replaced; prepare the data again')
+            raise UserError(f'{self.path}: the checksum does not match meta.json: the file is '
+                            'damaged or was replaced; prepare the data again')
 
     def sampled_sha256(self):
-        """Checksum of the size and of blocks spread evenly from the first byte to the last; of
-        all bytes where the file is no larger than the blocks together."""
+        """Checksum of the size and of evenly spaced blocks; of all bytes of a small file."""
         size = self.offset + self.tokens * self.dtype.itemsize
-        places, length = sampled_blocks(size)
+        offsets, length = sampled_blocks(size)
         digest = hashlib.sha256(f'{size}\n'.encode())
-        for place in places:
-            digest.update(self.read_bytes(place, length))
+        for offset in offsets:
+            digest.update(self.read_bytes(offset, length))
         return f'sampled:{digest.hexdigest()}'
 
 
 def sampled_blocks(size):
-    """→ (the bytes where blocks begin, spread evenly over a file of `size` bytes, their length); of
-    a small file one block, the whole file"""
+    """→ (offsets of blocks spread evenly over a file of `size` bytes, their length). For a small
+    file, one block: the whole file."""
     if size <= SAMPLED_BLOCKS * SAMPLED_BYTES:
         return [0], size
     last = size - SAMPLED_BYTES
@@ -90,56 +88,56 @@ def sampled_blocks(size):
 
 
 def check_ids(path, ids, first, vocab_size):
-    """Raises UserError for an id beyond the vocabulary; `first` is the number of the first id."""
+    """Raises UserError for an id beyond the vocabulary. first: index of the first id in the file"""
     unsigned = as_unsigned(ids)
     if unsigned.max(initial=0) >= vocab_size:
-        bad = int(np.flatnonzero(unsigned >= vocab_size)[0])
-        raise UserError(f'{path}: token {first + bad:,} has id {ids[bad]}, but the vocabulary ends '
-                        f'at {vocab_size - 1}: the file is damaged or of another tokenizer, so '
-                        'prepare the data again; or say with --vocab_size how many ids of your own '
-                        f'there are (with {command_for("prepare")} ids FOLDER also their --dtype)')
+        i = int(np.flatnonzero(unsigned >= vocab_size)[0])
+        raise UserError(f'{path}: token {first + i:,} has id {ids[i]}, but the largest id of the '
+                        f'vocabulary is {vocab_size - 1}: the file is damaged or from another '
+                        'tokenizer; prepare the data again, or for your own ids set the right '
+                        f'--vocab_size (and in {command_for("prepare")} ids FOLDER their --dtype)')
 
 
 def as_unsigned(ids):
-    """The same bytes as unsigned integers: an id below 0 becomes larger than any vocabulary."""
+    """The same bytes as unsigned integers: a negative id becomes larger than any vocabulary."""
     return ids.view(ids.dtype.str.replace('i', 'u'))
 
 
-def dtype_named(name):
-    """The dtype of ids as meta.json names it: 'uint16' is little-endian, '>u2' big-endian."""
+def parse_dtype(name):
+    """The dtype of a name in meta.json: 'uint16' is little-endian, '>u2' big-endian."""
     return np.dtype(name) if name.startswith('>') else np.dtype(name).newbyteorder('<')
 
 
-def name_of(dtype):
-    """The name that dtype_named reads."""
+def dtype_name(dtype):
+    """The inverse of parse_dtype."""
     return dtype.str if dtype.str.startswith('>') else dtype.name
 
 
-def open_tokens(path, dtype, expected=None, sha256='', offset=None):
+def open_tokens(path, dtype, num_tokens=None, sha256='', offset=None):
     """One file of tokens → TokenFile.
 
-    expected: the number of tokens, where it is known; sha256: of these tokens; offset: the byte
-    where they begin, in a file that may hold more. Raises UserError for a missing file, or
-    another number of tokens.
+    num_tokens: if known; sha256: of these tokens; offset: of the first token in bytes, where the
+    file may contain more than these tokens. Raises UserError for a missing file or a wrong size.
     """
     try:
         file = open(path, 'rb', buffering=0)
     except OSError as e:
         raise UserError(f'{path}: {e.strerror}') from None
-    begin = offset or 0
-    in_file = (os.fstat(file.fileno()).st_size - begin) / dtype.itemsize
-    tokens = int(in_file) if expected is None else expected
-    if not tokens or in_file < tokens or (in_file > tokens and offset is None):
-        raise UserError(f'{path}: {in_file:,.12g} tokens of {dtype.itemsize} bytes where '
-                        f'{tokens or "some"} should be: the file is damaged or of another type; '
+    start = offset or 0
+    in_file = (os.fstat(file.fileno()).st_size - start) / dtype.itemsize
+    if num_tokens is None:
+        num_tokens = int(in_file)
+    if not num_tokens or in_file < num_tokens or (in_file > num_tokens and offset is None):
+        raise UserError(f'{path}: expected {num_tokens or "some"} tokens of {dtype.itemsize} bytes '
+                        f'and found {in_file:,.12g}: the file is damaged or has another dtype; '
                         'prepare the data again')
-    return TokenFile(path, dtype, file, begin, tokens, sha256)
+    return TokenFile(path, dtype, file, start, num_tokens, sha256)
 
 
 class TokenStream:
     """The token files of a split, read as one stream."""
 
-    loss_mask = None  # of conversations, a stream with 1 for each token that counts in the loss
+    loss_mask = None  # for conversations: a stream with 1 for each token that counts in the loss
 
     def __init__(self, files, vocab_size):
         self.files = files
@@ -155,7 +153,7 @@ class TokenStream:
             file.verify(self.vocab_size)
 
     def sequences(self, starts, length):
-        """`length` tokens from each of `starts` → (len(starts), length) int64 array.
+        """`length` tokens from each of `starts`: int64 array (len(starts), length).
         Raises UserError for an id beyond the vocabulary."""
         out = np.empty((len(starts), length), dtype=np.int64)
         for row, start in zip(out, starts, strict=True):
@@ -163,15 +161,16 @@ class TokenStream:
         return out
 
     def read(self, start, length):
-        """At most `length` tokens from `start` on → int64 array. Raises UserError."""
+        """At most `length` tokens from `start` on: int64 array. Raises UserError."""
         return self.sequences(np.array([start]), min(length, len(self) - start))[0]
 
     def _read_into(self, out, start):
-        k, filled = int(np.searchsorted(self.starts, start, side='right')) - 1, 0
-        while filled < len(out):  # more than once where the sequence runs over into the next file
-            at = start + filled - int(self.starts[k])
-            piece = self.files[k].read(at, len(out) - filled)
-            check_ids(self.files[k].path, piece, at, self.vocab_size)
-            out[filled:filled + len(piece)] = piece
-            filled += len(piece)
+        k = int(np.searchsorted(self.starts, start, side='right')) - 1
+        filled = 0
+        while filled < len(out):  # a sequence may continue in the next file
+            index = start + filled - int(self.starts[k])
+            ids = self.files[k].read(index, len(out) - filled)
+            check_ids(self.files[k].path, ids, index, self.vocab_size)
+            out[filled:filled + len(ids)] = ids
+            filled += len(ids)
             k += 1

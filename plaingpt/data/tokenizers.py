@@ -1,14 +1,14 @@
-"""Text ↔ token ids: by characters, by words, by bytes, with GPT-2's BPE, with a BPE of one's own,
-or with a tokenizer of others (foreign_tokenizer.py); each of them also for conversations
-(chat_tokenizer.py). Ids that stand for no text are written as numbers.
+"""Text ↔ token ids: characters, words, bytes, GPT-2's BPE, a BPE trained on the dataset, or a
+pretrained model's tokenizer (foreign_tokenizer.py); each also for conversations
+(chat_tokenizer.py). Ids that do not stand for text are written as numbers.
 
     tokenizer.encode(text)   str → numpy array of ids
-    tokenizer.decode(ids)    ids → str; decode_bytes: its UTF-8, which may end within a character
+    tokenizer.decode(ids)    ids → str; decode_bytes: UTF-8, which may end within a character
     tokenizer.vocab_size     ids run from 0 to vocab_size - 1
-    tokenizer.end_of_text    the id put in front of each document, or None
-    tokenizer.controls       the ids that stand for no text
-    tokenizer.ends           the ids that end a generated text or answer
-    tokenizer.to_json()      all of it as a JSON object, from which from_json makes it again
+    tokenizer.end_of_text    the id in front of each document, or None
+    tokenizer.control_ids    the ids that do not stand for text
+    tokenizer.stop_ids       the ids that end a generated text or reply
+    tokenizer.to_json()      a JSON object, from which from_json restores the tokenizer
 """
 
 import hashlib
@@ -20,23 +20,23 @@ import numpy as np
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import join_halves
 
-# of {token: id}, as OpenAI's encoder.json and each tokenizer.json of GPT-2 have it, by its keys
+# of {token: id} in OpenAI's encoder.json and in every tokenizer.json of GPT-2, sorted by key
 GPT2_VOCAB_SHA256 = '855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2'
 
 
 class Tokenizer:
-    """What most tokenizers have in common."""
+    """Base class: no special tokens, and decode by way of bytes."""
 
-    end_of_text, controls, ends = None, frozenset(), frozenset()
+    end_of_text, control_ids, stop_ids = None, frozenset(), frozenset()
 
     def decode(self, ids):
-        """Bytes that are not UTF-8, such as half a character, become U+FFFD."""
+        """Invalid UTF-8, such as an incomplete character, becomes U+FFFD."""
         return self.decode_bytes(ids).decode('utf-8', 'replace')
 
 
 class CharTokenizer(Tokenizer):
     """One id per distinct character of a corpus. prepare.py numbers them in code point order, as
-    nanoGPT's script does; a meta.pkl of others may have another order."""
+    nanoGPT's script does; a meta.pkl may have another order."""
 
     def __init__(self, chars):
         self.chars = chars
@@ -45,17 +45,17 @@ class CharTokenizer(Tokenizer):
         self._code_points = code_points(chars)[self._ids]  # sorted, for a binary search
 
     def encode(self, text):
-        wanted = code_points(text)
-        places = np.searchsorted(self._code_points, wanted)
-        places = np.minimum(places, self.vocab_size - 1)
-        unknown = np.flatnonzero(self._code_points[places] != wanted)
+        points = code_points(text)
+        indices = np.searchsorted(self._code_points, points)
+        indices = np.minimum(indices, self.vocab_size - 1)
+        unknown = np.flatnonzero(self._code_points[indices] != points)
         if len(unknown):
-            at = int(unknown[0])
-            excerpt = text[max(0, at - 10):at + 10]
-            raise UserError(f'character {text[at]!r} in {excerpt!r} is not among the '
-                            f'{self.vocab_size} characters that this tokenizer knows: leave it '
-                            'out, or choose another --tokenizer for prepare.py')
-        return self._ids[places]
+            i = int(unknown[0])
+            excerpt = text[max(0, i - 10):i + 10]
+            raise UserError(f'character {text[i]!r} in {excerpt!r} is not in the vocabulary of '
+                            f'this tokenizer ({self.vocab_size} characters): remove it, or prepare '
+                            'the data with another --tokenizer')
+        return self._ids[indices]
 
     def decode(self, ids):
         return ''.join(self.chars[i] for i in ids)
@@ -68,8 +68,8 @@ class CharTokenizer(Tokenizer):
 
 
 class WordTokenizer(Tokenizer):
-    """A list of tokens of any length: words, chess moves, notes. Where no token contains a space,
-    spaces separate them in text. Otherwise text is split at the longest token that matches."""
+    """A list of tokens of any length: words, chess moves, notes. If no token contains a space,
+    spaces separate the tokens of a text; otherwise the longest matching token comes next."""
 
     UNKNOWN = '<unk>', '<UNK>', '[UNK]'
     SPECIAL = re.compile(r'<[^<>]+>|\[[^\[\]]+\]')  # tokens such as <eos> beside characters
@@ -78,48 +78,56 @@ class WordTokenizer(Tokenizer):
         self.tokens = tokens
         self.vocab_size = len(tokens)
         self._ids = {token: i for i, token in enumerate(tokens) if token}
-        unknown = [self._ids[token] for token in self.UNKNOWN if token in self._ids]
-        self._unknown = unknown[0] if unknown else None
+        unknown_ids = [self._ids[token] for token in self.UNKNOWN if token in self._ids]
+        self._unknown_id = unknown_ids[0] if unknown_ids else None
         spaces = [token for token in self._ids if token.isspace()]
         words = [token for token in self._ids if not token.isspace()]
-        self._spaced = not any(' ' in token for token in spaces) \
+        self._has_spaces_between = not any(' ' in token for token in spaces) \
             and all(token.split() == [token] for token in words) \
             and any(len(token) > 1 and not self.SPECIAL.fullmatch(token) for token in words)
         self._lengths = sorted(set(map(len, self._ids)), reverse=True)
-        self._pieces = re.compile('|'.join([*map(re.escape, sorted(spaces, key=len, reverse=True)),
-                                            r'\S+']))
+        longest_first = sorted(spaces, key=len, reverse=True)
+        self._words = re.compile('|'.join([*map(re.escape, longest_first), r'\S+']))
 
     def encode(self, text):
-        """Blank text without tokens → [0]. Raises UserError for text that no token matches, where
-        there is no <unk>."""
-        pieces = self._pieces.findall(text) if self._spaced else self._longest(text)
+        """Blank text without tokens → [0]. Raises UserError for unknown words if there is no <unk>.
+        """
+        if self._has_spaces_between:
+            tokens = self._words.findall(text)
+        else:
+            tokens = self._longest_matches(text)
         ids = []
-        for piece in pieces:
-            i = self._ids.get(piece, self._unknown)
+        for token in tokens:
+            i = self._ids.get(token, self._unknown_id)
             if i is None and text.strip():
-                raise UserError(f'{piece[:40]!r} in {text[:40]!r} is not among the '
-                                f'{self.vocab_size} tokens of this tokenizer, which has no <unk>: '
-                                'leave it out, or choose another --tokenizer for prepare.py')
+                raise UserError(f'{token[:40]!r} in {text[:40]!r} is not in the vocabulary of this '
+                                f'tokenizer ({self.vocab_size} tokens, no <unk>): remove it, or '
+                                'prepare the data with another --tokenizer')
             ids.append(i or 0)
         return np.array(ids or [0], dtype=np.int64)
 
-    def _longest(self, text):
-        at = 0
-        while at < len(text):
-            piece = next((text[at:at + length] for length in self._lengths
-                          if text[at:at + length] in self._ids), text[at])
-            yield piece
-            at += len(piece)
+    def _longest_matches(self, text):
+        start = 0
+        while start < len(text):
+            token = text[start]
+            for length in self._lengths:
+                if text[start:start + length] in self._ids:
+                    token = text[start:start + length]
+                    break
+            yield token
+            start += len(token)
 
     def decode(self, ids):
         text = self.decode_bytes(ids).decode('utf-8', 'surrogatepass')
-        return re.sub(r'(^|\s) ', r'\1', text) if self._spaced else text
+        if self._has_spaces_between:
+            text = re.sub(r'(^|\s) ', r'\1', text)
+        return text
 
     def decode_bytes(self, ids):
         """Each word begins with its space, so that a text can be continued."""
-        tokens = (self.tokens[i] for i in ids)
-        if self._spaced:
-            tokens = (f' {token}' if token.strip() else token for token in tokens)
+        tokens = [self.tokens[i] for i in ids]
+        if self._has_spaces_between:
+            tokens = [f' {token}' if token.strip() else token for token in tokens]
         return ''.join(tokens).encode('utf-8', 'surrogatepass')
 
     def to_json(self):
@@ -127,15 +135,15 @@ class WordTokenizer(Tokenizer):
 
 
 def code_points(text):
-    # surrogatepass: Python's text may hold lone surrogates, and each is a character like others
+    # surrogatepass: a Python str may contain lone surrogates, which count as characters
     return np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), dtype='<u4')
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8, and 256 for end of text. Knows any text, needs no vocabulary."""
+    """The bytes of UTF-8, and 256 for end of text. It encodes any text without a vocabulary."""
 
     end_of_text = 256
-    controls = ends = frozenset({end_of_text})
+    control_ids = stop_ids = frozenset({end_of_text})
     vocab_size = 257
 
     def encode(self, text):
@@ -149,7 +157,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class IdsTokenizer(Tokenizer):
-    """Someone's own ids. Only their number is known, so their text is a list of ids."""
+    """The user's own ids. Only vocab_size is known, so text is a list of ids."""
 
     def __init__(self, vocab_size):
         self.vocab_size = vocab_size
@@ -158,8 +166,8 @@ class IdsTokenizer(Tokenizer):
         """'IDS:1,2,3' → [1, 2, 3], blank text → [0]. Raises UserError."""
         words = text.removeprefix('IDS:').replace(',', ' ').split() or ['0']
         if not all(word.isdecimal() and int(word) < self.vocab_size for word in words):
-            raise UserError(f'{text[:40]!r} is not a list of ids from 0 to {self.vocab_size - 1}: '
-                            'write it as IDS:1,2,3')
+            raise UserError(f'expected token ids 0–{self.vocab_size - 1}, as in --start=IDS:1,2,3; '
+                            f'got {text[:40]!r}')
         return np.array(words, dtype=np.int64)
 
     def decode_bytes(self, ids):
@@ -170,15 +178,15 @@ class IdsTokenizer(Tokenizer):
 
 
 class BytePairTokenizer(Tokenizer):
-    """What GPT-2's tokenizer and those of our own training share: any text round-trips, and text
-    that looks like a control token stays text. tiktoken does the work."""
+    """Base class of GPT-2's tokenizer and of trained ones, run by tiktoken: any text round-trips,
+    and text that looks like a control token is encoded as text."""
 
     def __init__(self, encoding):
-        """encoding: tiktoken's, with GPT-2's pattern; its control tokens are its last."""
+        """encoding: tiktoken.Encoding with GPT-2's pattern; the control tokens have the last ids"""
         self.encoding = encoding
 
     def encode(self, text):
-        # as an array: the list of encode_ordinary would hold up other threads (Python's lock)
+        # encode_ordinary would build its list while holding the GIL, which blocks other threads.
         return self.encoding.encode_to_numpy(join_halves(text)[0], disallowed_special=())
 
     def decode_bytes(self, ids):
@@ -189,7 +197,7 @@ class GPT2Tokenizer(BytePairTokenizer):
     """GPT-2's byte-level BPE of 50,257 tokens, from tiktoken."""
 
     end_of_text = 50256
-    controls = ends = frozenset({end_of_text})
+    control_ids = stop_ids = frozenset({end_of_text})
     vocab_size = 50257
 
     def __init__(self):
@@ -197,33 +205,32 @@ class GPT2Tokenizer(BytePairTokenizer):
         try:
             super().__init__(tiktoken.get_encoding('gpt2'))
         except (OSError, ValueError) as e:  # network errors are OSErrors; a bad hash a ValueError
-            raise UserError(f'the gpt2 tokenizer could not be downloaded ({type(e).__name__}): '
-                            'connect to the internet once, set TIKTOKEN_CACHE_DIR to a folder that '
-                            'holds it, or name another one, such as --tokenizer=byte') from None
+            raise UserError(f'cannot download the gpt2 tokenizer ({type(e).__name__}): connect to '
+                            'the internet once, set TIKTOKEN_CACHE_DIR to a folder that has it, or '
+                            'choose another, such as --tokenizer=byte') from None
 
     def to_json(self):
         return {'kind': 'gpt2'}
 
 
 class BPETokenizer(BytePairTokenizer):
-    """Byte-level BPE like GPT-2's (Radford et al. 2019, §2.2), with a vocabulary of its own.
+    """Byte-level BPE like GPT-2's (Radford et al. 2019, §2.2), trained on the dataset.
 
     rustbpe trains it, tiktoken runs it. The last two ids are end of text and padding.
     """
 
-    # GPT-2's way of cutting text into the pieces that merges stay within.
+    # GPT-2's pre-tokenization: merges never cross these matches.
     PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-    # The same for tiktoken, as it has it for GPT-2: without backtracking, which a million spaces
-    # would run out of stack in.
+    # tiktoken's form of it, without backtracking: a million spaces would overflow the stack.
     POSSESSIVE = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$""" \
         r"""|\s+(?!\S)|\s"""
 
     def __init__(self, tokens):
-        """tokens: the bytes of each id but the last two; those merged first come first."""
+        """tokens: the bytes of each id except the last two, in merge order"""
         import tiktoken
         self.tokens = tokens
         self.end_of_text = len(tokens)
-        self.controls = self.ends = frozenset({self.end_of_text})
+        self.control_ids = self.stop_ids = frozenset({self.end_of_text})
         self.vocab_size = len(tokens) + 2
         super().__init__(tiktoken.Encoding(
             'bpe', pat_str=self.POSSESSIVE,
@@ -231,12 +238,12 @@ class BPETokenizer(BytePairTokenizer):
             special_tokens={'<|endoftext|>': len(tokens), '<|padding|>': len(tokens) + 1}))
 
     def to_json(self):
-        # Latin-1 maps the 256 bytes to the first 256 characters, so that JSON can hold them.
+        # JSON holds text only: Latin-1 maps the 256 bytes to the first 256 characters.
         return {'kind': 'bpe', 'tokens': [token.decode('latin-1') for token in self.tokens]}
 
 
 def from_json(description):
-    """The tokenizer that `to_json` described. Raises UserError where it cannot be made."""
+    """The inverse of `to_json`. Raises UserError for an unknown description."""
     try:
         match description['kind']:
             case 'char':
@@ -260,29 +267,30 @@ def from_json(description):
                                      description.get('template', ''))
     except (KeyError, TypeError, ValueError):
         pass
-    raise UserError(f'unknown tokenizer {repr(description)[:80]}: expected one that prepare.py '
-                    'wrote')
+    raise UserError(f'unknown tokenizer {repr(description)[:80]}: expected one written by '
+                    'prepare.py; prepare the data again')
 
 
-def described_vocab_size(description):
-    """The vocabulary of `from_json(description)`. GPT-2's tokenizer need not be there for it."""
+def vocab_size_of(description):
+    """from_json(description).vocab_size, without downloading GPT-2's tokenizer."""
     if description['kind'] == 'gpt2':
         return GPT2Tokenizer.vocab_size
     return from_json(description).vocab_size
 
 
 def token_bytes(tokenizer):
-    """How many UTF-8 bytes of text each id stands for, (vocab_size,): 0 for control tokens."""
-    words = getattr(tokenizer, 'base', tokenizer)  # for text, without the tokens of turns
+    """The number of UTF-8 bytes of each id, (vocab_size,): 0 for control tokens."""
+    base = getattr(tokenizer, 'base', tokenizer)  # a ChatTokenizer's tokenizer of text
     sizes = np.zeros(tokenizer.vocab_size, np.int64)
-    sizes[:words.vocab_size] = [0 if i in words.controls else len(words.decode_bytes([i]))
-                                for i in range(words.vocab_size)]
+    for i in range(base.vocab_size):
+        if i not in base.control_ids:
+            sizes[i] = len(base.decode_bytes([i]))
     return sizes
 
 
-def words_of(description):
-    """The part of a tokenizer's JSON that decides the ids of text, without other files; GPT-2's is
-    the same from tiktoken and from a tokenizer.json. None for None."""
+def vocabulary_of(description):
+    """The part of a tokenizer's JSON that determines the ids of text, to compare tokenizers by.
+    GPT-2's is the same from tiktoken and from a tokenizer.json. None for None."""
     if description is None:
         return None
     base = description.get('base', description)
@@ -297,5 +305,5 @@ def words_of(description):
 
 
 def is_chat(tokenizer):
-    """True for the tokenizer of a model that was tuned on conversations."""
+    """Whether it encodes conversations."""
     return hasattr(tokenizer, 'end_of_turn')

@@ -27,7 +27,7 @@ import torch
 from tqdm import tqdm
 
 from configurator import find_recipe, load_config
-from plaingpt.data.dataset import has_token_files, open_named
+from plaingpt.data.dataset import has_token_files, open_dataset_spec
 from plaingpt.monitoring.references import STUDENT_T
 from plaingpt.monitoring.run_record import column, read_rows, read_run
 from plaingpt.system.devices import choose_device, machine_name
@@ -120,7 +120,7 @@ def ingredients(words):
             *sorted(ROOT.glob('plaingpt/**/*.py'))]
     data = None
     if has_token_files(config.dataset):
-        dataset = open_named(config.dataset, config.vocab_size)
+        dataset = open_dataset_spec(config.dataset, config.vocab_size)
         data = checksum([dataset.state(), dataset.identity('val')])
     start = Path(config.init_from)
     weights = [path for path in (start, *sorted(start.rglob('*')))

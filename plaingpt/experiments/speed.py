@@ -9,7 +9,7 @@ import torch
 
 from model import GPT
 from plaingpt.data.corpora import find_dataset_size
-from plaingpt.data.dataset import has_token_files, open_named
+from plaingpt.data.dataset import has_token_files, open_dataset_spec
 from plaingpt.experiments.runs import markdown, number
 from plaingpt.parallel.blocks import apply_activation_checkpointing, compile_blocks
 from plaingpt.system.devices import autocast, device_name, mfu, peak_memory_bytes, synchronize
@@ -34,7 +34,7 @@ def planned_shape(config, start):
         return config.gpt_config(vocab_size), tokens, source
     dataset = None
     if has_token_files(config.dataset):
-        dataset = open_named(config.dataset, config.vocab_size)
+        dataset = open_dataset_spec(config.dataset, config.vocab_size)
     shape = start_shape(config, start.weights, dataset)
     return replace(shape, block_size=config.block_size), tokens, source
 

@@ -63,7 +63,7 @@ def tokenizer_files(tokenizer, block_size):
     foreign = isinstance(base, ForeignTokenizer)
     if foreign:
         files = dict(base.to_json()['files'])
-        if is_chat(tokenizer) and tokenizer.is_ours():
+        if is_chat(tokenizer) and tokenizer.has_own_template():
             files['tokenizer.json'] = made = json.loads(files['tokenizer.json'])
             made['added_tokens'] += map(added_token, tokenizer.ids.values(), tokenizer.ids)
             made['model']['vocab'] |= tokenizer.ids
@@ -81,7 +81,7 @@ def tokenizer_files(tokenizer, block_size):
     if is_chat(tokenizer) or not foreign:  # what ends our texts ends them there too
         generation = json.loads(files.get('generation_config.json', '{"do_sample": true}'))
         files['generation_config.json'] = {
-            **generation, 'eos_token_id': sorted(tokenizer.ends) or None}
+            **generation, 'eos_token_id': sorted(tokenizer.stop_ids) or None}
     return files
 
 
@@ -89,7 +89,7 @@ def first_and_last(tokenizer):
     """→ (the id that a text begins with, the one that ends it), None where there is none."""
     begin = tokenizer.end_of_text
     return begin, tokenizer.end_of_turn if is_chat(tokenizer) else min(
-        tokenizer.ends - {begin}, default=begin)
+        tokenizer.stop_ids - {begin}, default=begin)
 
 
 # -----------------------------------------------------------------------------

@@ -183,7 +183,7 @@ class TextGenerator:
         decoders = [StreamDecoder(self.tokenizer, stops, show) for _ in prompts]
         generators = [torch.Generator().manual_seed((sampling.seed * 1_000_003 + n) % 2**63)
                       for n in numbers]
-        ends, began = self.tokenizer.ends, time.perf_counter()
+        ends, began = self.tokenizer.stop_ids, time.perf_counter()
 
         def on_token(row, token):
             if token in ends or self.cancelled:

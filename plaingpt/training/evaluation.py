@@ -65,7 +65,7 @@ def evaluated_bytes(run):
         return None
     return None if sizes is None else run.dataset.mean(
         part.mean_target(sizes, run.progress.eval_sequences)
-        for part in run.val_data.parts)
+        for part in run.val_data.components)
 
 
 def check_tasks(config):
@@ -81,4 +81,4 @@ def mixture_error(dataset, errors):
     if any(error is None for error in errors):
         return None
     return math.sqrt(sum((part.weight * error)**2
-                         for part, error in zip(dataset.parts, errors, strict=True)))
+                         for part, error in zip(dataset.components, errors, strict=True)))

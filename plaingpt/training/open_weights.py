@@ -51,7 +51,7 @@ def start_shape(config, weights, dataset=None):
         raise UserError(f'block_size={config.block_size}: {config.init_from} reads at most '
                         f'{shape.block_size} tokens: use --block_size={shape.block_size} or less')
     base = dataset and dataset.tokenizer_json().get('base')  # the tokenizer inside a chat tokenizer
-    if base and tokenizers.described_vocab_size(base) == shape.vocab_size:
+    if base and tokenizers.vocab_size_of(base) == shape.vocab_size:
         shape = replace(shape, vocab_size=dataset.vocab_size)
     if dataset and dataset.vocab_size != shape.vocab_size:
         raise UserError(f'{dataset.folder} has a vocabulary of {dataset.vocab_size} and '
@@ -63,8 +63,8 @@ def start_shape(config, weights, dataset=None):
 def check_tokenizer(config, weights, dataset):
     """Raise UserError where the model knows other tokens than the dataset, and say what starts."""
     tokenizer, described = weights.tokenizer_json(), dataset.tokenizer_json()
-    known = [tokenizers.words_of(each) for each in (described, described.get('base')) if each]
-    if tokenizer is not None and tokenizers.words_of(tokenizer) not in known:
+    known = [tokenizers.vocabulary_of(each) for each in (described, described.get('base')) if each]
+    if tokenizer is not None and tokenizers.vocabulary_of(tokenizer) not in known:
         raise UserError(f'{weights.source} was trained with another tokenizer than that of '
                         f'{dataset.folder}: prepare the text with --tokenizer={config.init_from}')
     print0(f'{weights.source}: the run starts from its weights; the optimizer, the iteration count '

@@ -214,10 +214,10 @@ def sketch_texts(start, dataset, train_data, val_data):
     """Sketch what a new run trains on → [Sketch], also of what the weights that it starts from were
     trained on. Prints how much of the validation text is in the latter, and how much of that of
     each corpus of a mixture is in the training text of another."""
-    names = [part.name for part in dataset.parts]
-    own = [sketch_of(loader.stream) for loader in train_data.parts]
+    names = [part.name for part in dataset.components]
+    own = [sketch_of(loader.stream) for loader in train_data.components]
     earlier = trained_on(start.weights) if start.weights else []
-    for name, loader in zip(names, val_data.parts, strict=True):
+    for name, loader in zip(names, val_data.components, strict=True):
         if len(own) == 1 and not earlier:
             break  # prepare.py has compared the splits
         text = f'validation text of {name}' if name else 'validation text'

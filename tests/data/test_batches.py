@@ -113,8 +113,8 @@ def test_evaluation_covers_the_whole_split_once(tmp_path):
         assert sorted(evaluated) == list(range(1, 1001)), processes
 
 
-def test_only_first_evaluates_the_sequences_that_it_trains_on(tmp_path):
-    loader = BatchLoader(stream(tmp_path, np.arange(1001)), 10, 2, micro_steps=3, only_first=1)
+def test_overfit_steps_evaluates_the_sequences_that_it_trains_on(tmp_path):
+    loader = BatchLoader(stream(tmp_path, np.arange(1001)), 10, 2, micro_steps=3, overfit_steps=1)
     evaluated = [starts.tolist() for starts in loader.eval_batches(99)]
     for step in (0, 7):
         assert evaluated == [loader.sequence_starts(loader.sequence_ids(step, micro)).tolist()

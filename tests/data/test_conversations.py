@@ -7,7 +7,7 @@ from corpus_files import write_parquet
 
 from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ChatTokenizer
 from plaingpt.data.conversations import ConversationReader
-from plaingpt.data.documents import Files
+from plaingpt.data.documents import FileOptions, Files
 from plaingpt.data.tokenizers import ByteTokenizer
 from plaingpt.system.errors import UserError
 
@@ -16,7 +16,7 @@ SPECIAL = dict(zip(range(257, 262), SPECIAL_TOKENS, strict=True))
 
 
 def read(path, columns=(), strict=True):
-    source = Files([path], str(path), ConversationReader(columns), strict=strict)
+    source = Files([path], str(path), ConversationReader(columns), FileOptions(strict=strict))
     messages = [json.loads(piece.text) for piece in source.pieces()]
     source.report()
     return messages

@@ -10,7 +10,7 @@ from plaingpt.data import tokenizer_choice
 from plaingpt.data.dataset import open_dataset
 from plaingpt.data.documents import Files, HubDataset
 from plaingpt.data.rows import TextReader
-from plaingpt.data.tokenizer_choice import learn_tokenizer, sample, train_bpe
+from plaingpt.data.tokenizer_choice import sample, train_bpe, train_tokenizer
 
 
 def words(alphabet, seed, characters):
@@ -61,13 +61,13 @@ def languages(tmp_path_factory):
 
 
 def test_bpe_learns_the_same_whatever_the_order_of_the_files(languages, small_sample):
-    learned = [learn_tokenizer('bpe:500', Files(paths, 'two', TextReader()))
+    learned = [train_tokenizer('bpe:500', Files(paths, 'two', TextReader()))
                for paths in (languages, languages[::-1])]
     assert learned[0].tokens == learned[1].tokens
 
 
 def test_bpe_learns_from_all_parts_of_a_large_text(languages, small_sample):
-    learned = learn_tokenizer('bpe:500', Files(languages, 'two', TextReader()))
+    learned = train_tokenizer('bpe:500', Files(languages, 'two', TextReader()))
     of_all = train_bpe([path.read_text() for path in languages], 500)
     for path in languages[1], languages[-1]:
         text = path.read_text()

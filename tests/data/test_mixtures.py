@@ -7,7 +7,7 @@ from sample_data import prepare_corpora
 from test_batches import NoTokens
 
 import prepare
-from plaingpt.data.dataset import open_named
+from plaingpt.data.dataset import open_dataset_spec
 from plaingpt.data.mixtures import MixedLoader, apportion
 from plaingpt.system.errors import UserError
 from plaingpt.training.start import Start, sketch_texts
@@ -19,7 +19,7 @@ class Mixed(NoTokens):
     def __init__(self, sizes, shares):
         super().__init__(sum(sizes))
         self.streams, self.shares = [NoTokens(n) for n in sizes], tuple(shares)
-        self.begins = np.cumsum([0, *sizes])
+        self.offsets = np.cumsum([0, *sizes])
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def mixed():
     """A loader of three corpora; where its first 10,000 sequences begin; the corpus of each."""
     loader = MixedLoader(Mixed(SIZES, SHARES), T, 4, seed=7)
     starts = loader.sequence_starts(np.arange(10_000))
-    return loader, starts, np.searchsorted(loader.stream.begins, starts, side='right') - 1
+    return loader, starts, np.searchsorted(loader.stream.offsets, starts, side='right') - 1
 
 
 def test_every_thousand_sequences_have_exact_shares(mixed):
@@ -59,8 +59,8 @@ def test_every_thousand_sequences_have_exact_shares(mixed):
 
 def test_a_corpus_gives_all_of_an_epoch_before_any_comes_again(mixed):
     loader, starts, corpora = mixed
-    for k, part in enumerate(loader.parts):
-        mine, n = starts[corpora == k] - loader.stream.begins[k], part.sequences_per_epoch
+    for k, part in enumerate(loader.components):
+        mine, n = starts[corpora == k] - loader.stream.offsets[k], part.sequences_per_epoch
         assert mine.min() >= 0
         assert mine.max() + T + 1 <= SIZES[k]
         for epoch in range(len(mine) // n):
@@ -90,8 +90,8 @@ def test_the_loss_of_the_mixture_is_estimated_from_sequences_by_its_shares():
 
 
 def test_batches_hold_the_text_of_each_corpus_by_its_share(three):
-    dataset = open_named('code:0.3,prose:0.5,data/small:0.2')
-    assert [part.name for part in dataset.parts] == ['code', 'prose', 'data/small']
+    dataset = open_dataset_spec('code:0.3,prose:0.5,data/small:0.2')
+    assert [part.name for part in dataset.components] == ['code', 'prose', 'data/small']
     idx, targets = dataset.loader('train', 16, 1000).train_batch(0, 0)
     assert np.array_equal(idx[:, 1:], targets[:, :-1])
     texts = [bytes(row.tolist()).decode() for row in idx]
@@ -101,9 +101,9 @@ def test_batches_hold_the_text_of_each_corpus_by_its_share(three):
 
 
 def test_other_weights_are_other_data(three):
-    dataset = open_named('code:0.25,prose:0.75')
-    assert dataset.identity('train') != open_named('code:0.2,prose:0.8').identity('train')
-    assert open_named('code:1').state() == open_named('code').state()
+    dataset = open_dataset_spec('code:0.25,prose:0.75')
+    assert dataset.identity('train') != open_dataset_spec('code:0.2,prose:0.8').identity('train')
+    assert open_dataset_spec('code:1').state() == open_dataset_spec('code').state()
 
 
 @pytest.mark.parametrize('text', [
@@ -111,20 +111,20 @@ def test_other_weights_are_other_data(three):
     'code:nan,prose:1', 'code:30%,prose:70%', 'code:0.5,code:0.5', 'code:0.5,gone:0.5'])
 def test_weights_that_make_no_mixture_are_refused(text, three):
     with pytest.raises(UserError, match=r'code|gone'):
-        open_named(text)
+        open_dataset_spec(text)
 
 
 def test_corpora_of_different_tokenizers_are_refused_by_name(three):
     prepare.main(['text', '--input=small.txt', '--tokenizer=char', '--data_dir=data/char'])
     with pytest.raises(UserError, match=r'data/code.*data/char'):
-        open_named('code:0.5,char:0.5')
+        open_dataset_spec('code:0.5,char:0.5')
 
 
 @pytest.mark.parametrize('copied', [10_000, 500, 0])
 def test_validation_text_that_another_corpus_trains_on_is_reported(copied, tmp_path, capsys):
     one, two = (''.join(random.Random(seed).choices('abcdefgh ', k=100_000)) for seed in (0, 1))
     prepare_corpora(tmp_path, {'one': one, 'two': two[copied:] + one[:copied]})
-    dataset = open_named('data/one:0.5,data/two:0.5')
+    dataset = open_dataset_spec('data/one:0.5,data/two:0.5')
     capsys.readouterr()
     sketch_texts(Start(), dataset, *(dataset.loader(split, 16, 4) for split in ('train', 'val')))
     printed = capsys.readouterr()

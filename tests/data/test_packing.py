@@ -11,7 +11,7 @@ from plaingpt.data.dataset import open_dataset
 from plaingpt.data.inspection import find_damage
 from plaingpt.system.errors import UserError
 
-CONVERSATION, USER, ASSISTANT, END = CHAT.conversation, *[CHAT.roles[r] for r in (
+CONVERSATION, USER, ASSISTANT, END = CHAT.bos_id, *[CHAT.roles[r] for r in (
     'user', 'assistant')], CHAT.end_of_turn
 
 
@@ -92,7 +92,7 @@ def test_each_epoch_has_each_sequence_once(packed):
     n = packed.sequences_per_epoch
     for epoch in range(2):
         starts = packed.sequence_starts(epoch * n + np.arange(n))
-        assert sorted(starts) == packed.firsts.tolist()
+        assert sorted(starts) == packed.first_starts.tolist()
 
 
 def test_processes_share_the_steps_of_one(tmp_path):

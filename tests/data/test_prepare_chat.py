@@ -10,7 +10,7 @@ from processes import ROOT
 from sample_data import ask
 
 import prepare
-from plaingpt.data.dataset import open_dataset, open_named
+from plaingpt.data.dataset import open_dataset, open_dataset_spec
 from plaingpt.data.inspection import inspect
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of
@@ -44,7 +44,7 @@ def conversations(dataset, split):
     """The conversations of a split as [(text, what of it is in the loss)]."""
     tokenizer, texts = dataset.tokenizer(), []
     for i, in_loss in zip(*read(dataset, split), strict=True):
-        if i == tokenizer.conversation:
+        if i == tokenizer.bos_id:
             texts.append([[], []])
         texts[-1][0].append(i)
         texts[-1][1] += [i] if in_loss else []
@@ -116,7 +116,7 @@ def test_inspect_puts_the_loss_in_brackets(capsys):
 def test_conversations_are_refused_in_a_mixture():
     prepare_chat()
     with pytest.raises(UserError, match='data/chat'):
-        open_named('data/chat:0.5,./data/chat:0.5')
+        open_dataset_spec('data/chat:0.5,./data/chat:0.5')
 
 
 @pytest.mark.parametrize(('answer', 'share'), [('Yes.', None), ('The same long answer. ' * 20, 1)])

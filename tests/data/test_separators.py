@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from corpus_files import prepared, write_rows
 
-from plaingpt.data.text_files import Separators, documents_of
+from plaingpt.data.text_files import Separators, read_documents
 
 EOT = '<|endoftext|>'
 STORIES = ['One day.\nIt rained.\n', '"Hi!" he said.\n', 'The end.']
@@ -33,7 +33,7 @@ class Slow(io.StringIO):
 @pytest.mark.parametrize('open_text', [io.StringIO, Slow])
 @pytest.mark.parametrize(('text', 'documents'), SEPARATED)
 def test_an_end_of_text_token_between_documents_separates_them(text, documents, open_text):
-    pieces = [*documents_of(open_text(text, newline=''), Separators())]
+    pieces = [*read_documents(open_text(text, newline=''), Separators())]
     begins = [i for i, (_, new_document) in enumerate(pieces) if new_document]
     assert [''.join(piece for piece, _ in pieces[i:j])
             for i, j in pairwise([*begins, len(pieces)])] == documents

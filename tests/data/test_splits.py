@@ -7,7 +7,7 @@ from corpus_files import prepared, write_parquet, write_rows
 
 import prepare
 from plaingpt.data.documents import Piece
-from plaingpt.data.encoding import split_by_hash, split_by_place
+from plaingpt.data.encoding import split_by_hash, split_by_position
 
 TEXTS = [f'document {i} of the web' for i in range(1000)]
 
@@ -78,6 +78,6 @@ def test_a_running_text_is_split_at_the_same_place_wherever_its_pieces_end():
     text = ''.join(map(chr, range(100, 200)))
     for size in (1, 7, 10, 100):
         pieces = [Piece(text[i:i + size], i == 0) for i in range(0, 100, size)]
-        parts = [*split_by_place(pieces, [60])]
+        parts = [*split_by_position(pieces, [60])]
         assert ''.join(part for split, part, _ in parts if split == 'train') == text[:60]
         assert ''.join(part for split, part, _ in parts if split == 'val') == text[60:]

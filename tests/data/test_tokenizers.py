@@ -17,8 +17,8 @@ from plaingpt.data.tokenizers import (
     ByteTokenizer,
     CharTokenizer,
     GPT2Tokenizer,
-    described_vocab_size,
     from_json,
+    vocab_size_of,
 )
 from plaingpt.system.errors import UserError
 
@@ -108,7 +108,7 @@ def test_no_text_becomes_a_special_token(text):
 @pytest.mark.parametrize('text', ['hi', 'a <|end|> b'])
 def test_the_template_writes_the_tokens_that_are_trained_on(text):
     ids, loss_mask = CHAT.encode_conversation(messages := ask(text, text))
-    rendered = CHAT.rendered_parts(CHAT.guard(messages))
+    rendered = CHAT._rendered_segments(CHAT.escape(messages))
     assert np.concatenate([part for part, _ in rendered]).tolist() == ids.tolist()
     assert sum(len(part) for part, learned in rendered if learned) == loss_mask.sum()
     assert CHAT.encode_prompt(messages[:1]).tolist() == ids[:4 + len(text)].tolist()
@@ -127,7 +127,7 @@ def test_gigatoken_gives_the_ids_of_tiktoken_for_each_character_that_it_gets(gpt
         # letters, digits and white space stay together differently from all others
         text = ''.join(f"\n{c}'s{c}1 " for c in characters[i:i + 1024])
         assert np.array_equal(fast.encode(text), gpt2.encode(text)), characters[i]
-    fast.cached = 2**26  # bytes, after which there is another encoder
+    fast.cached_bytes = 2**26  # bytes, after which there is another encoder
     for text in "a\u088f's b", 'a\U00010940 b', '\U00020000 \ud800':  # it does not get these
         assert np.array_equal(fast.encode(text), gpt2.encode(text))
 
@@ -156,7 +156,7 @@ def test_a_tokenizer_comes_back_from_its_json(tokenizer):
     again = from_json(json.loads(json.dumps(tokenizer.to_json())))
     assert type(again) is type(tokenizer)
     assert np.array_equal(again.encode('abca'), tokenizer.encode('abca'))
-    assert described_vocab_size(tokenizer.to_json()) == tokenizer.vocab_size
+    assert vocab_size_of(tokenizer.to_json()) == tokenizer.vocab_size
 
 
 def test_a_tokenizer_that_cannot_be_downloaded_says_what_to_do(monkeypatch, tmp_path):

@@ -33,7 +33,7 @@ def model(request):
     """It knows an answer by heart."""
     flags = {} if request.param == 'learned positions' else QWEN3
     model = shaken(CHAT.vocab_size, std=0.1, document_attention=True,
-                   document_start=CHAT.conversation, **flags)
+                   document_start=CHAT.bos_id, **flags)
     return learned(model, CHAT.encode_conversation(KNOWN_BY_HEART)[0].tolist(), steps=60)
 
 
@@ -44,7 +44,7 @@ def test_the_template_gives_our_ids_in_transformers(kind, tmp_path, text_file, m
     from transformers import AutoTokenizer
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert theirs.convert_tokens_to_ids([theirs.bos_token, theirs.eos_token]) == [
-        ours.conversation, ours.end_of_turn]
+        ours.bos_id, ours.end_of_turn]
     for messages in CONVERSATIONS + FOREIGN * (kind != 'char'):
         ids = theirs.apply_chat_template(messages, return_dict=True)['input_ids']
         assert ids == ours.encode_conversation(messages)[0].tolist()
@@ -68,4 +68,4 @@ def test_transformers_gives_our_answers(model, tmp_path):
         written = theirs.generate(**inputs, do_sample=False, max_new_tokens=most)[0].tolist()
         assert CHAT.decode(ours) == ANSWER[:most]
         assert written[len(prompt):] == ours + [CHAT.end_of_turn] * (most > len(ANSWER))
-    assert set(theirs.generation_config.eos_token_id) == CHAT.ends
+    assert set(theirs.generation_config.eos_token_id) == CHAT.stop_ids

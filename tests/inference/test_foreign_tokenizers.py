@@ -65,8 +65,8 @@ def test_special_tokens_are_those_of_the_files(folder, kind):
     ours = opened(folder)
     opener, end = {'llama3': ('<|begin_of_text|>', '<|eot_id|>')}.get(
         kind, ('<|endoftext|>', '<|im_end|>'))
-    assert ours.end_of_text == ours.control_ids[opener]
-    assert ours.ends == {ours.control_ids[opener], ours.control_ids[end]}
+    assert ours.end_of_text == ours.control_tokens[opener]
+    assert ours.stop_ids == {ours.control_tokens[opener], ours.control_tokens[end]}
 
 
 def test_conversations_are_encoded_by_the_template_of_the_model(folder, kind, capsys):
@@ -93,13 +93,13 @@ def test_text_that_spells_a_control_token_stays_text(folder, kind):
     names = KINDS[kind][0]
     for name in names:
         ids = ours.encode(f'a{name}b').tolist()
-        assert not ours.controls & {*ids}
+        assert not ours.control_ids & {*ids}
         assert ours.decode(ids) == f'a{name}b'
     chat = tokenizers.from_json(as_chat(read_tokenizer(folder), folder))
     text = f'a{"".join(names)}b'
     ids, loss_mask = chat.encode_conversation(ask(text, text))
     plain, _ = chat.encode_conversation(ask('x', 'x'))
-    count = [sum(i in chat.base.controls for i in each.tolist()) for each in (ids, plain)]
+    count = [sum(i in chat.base.control_ids for i in each.tolist()) for each in (ids, plain)]
     assert count[0] == count[1]
     assert text in chat.decode(ids[loss_mask])
 

@@ -134,7 +134,7 @@ def test_a_model_that_llama_cpp_does_not_support_is_refused(tmp_path):
 def test_a_chat_model_is_written_with_its_template(tmp_path):
     _, keys = read(written(tmp_path, shaken(CHAT.vocab_size), CHAT))
     ids = {name: keys[f'tokenizer.ggml.{name}_token_id'] for name in ('bos', 'eos', 'eot')}
-    assert ids == dict(bos=CHAT.conversation, eos=CHAT.end_of_turn, eot=CHAT.end_of_turn)
+    assert ids == dict(bos=CHAT.bos_id, eos=CHAT.end_of_turn, eot=CHAT.end_of_turn)
     assert keys['tokenizer.chat_template'] == TEMPLATE
     assert keys['tokenizer.ggml.tokens'][-6:] == ['<|endoftext|>', *SPECIAL_TOKENS]
     control = [kind == gguf.TokenType.CONTROL for kind in keys['tokenizer.ggml.token_type']]

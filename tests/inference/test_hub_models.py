@@ -18,7 +18,7 @@ import sample
 import train
 from model import GPT, GPTConfig
 from plaingpt.data.dataset import open_dataset
-from plaingpt.data.tokenizers import words_of
+from plaingpt.data.tokenizers import vocabulary_of
 from plaingpt.inference.pretrained import open_pretrained
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.weights import PRETRAINED
@@ -81,9 +81,9 @@ def test_every_command_takes_a_model_by_its_name(name, hub, small, text_file, ca
 def test_tokens_of_the_gpt2_tokenizer_are_those_of_gpt2_on_the_hub(gpt2):
     assert open_pretrained('gpt2').tokenizer_json() == {'kind': 'gpt2'}
     description = open_pretrained('openai-community/gpt2').tokenizer_json()
-    assert words_of(description) == {'kind': 'gpt2'}
+    assert vocabulary_of(description) == {'kind': 'gpt2'}
     changed = description['files']['tokenizer.json'].replace('"Ġthe"', '"Ġteh"')
-    assert words_of({**description, 'files': {'tokenizer.json': changed}}) == changed
+    assert vocabulary_of({**description, 'files': {'tokenizer.json': changed}}) == changed
 
 
 # -----------------------------------------------------------------------------

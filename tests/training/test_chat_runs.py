@@ -73,7 +73,7 @@ def test_tuning_on_conversations_starts_from_what_the_base_knows(chat, base, tmp
     assert losses[-1] < losses[0]
     shape = model_of(checkpoints.find('out')).config
     assert shape.vocab_size == CHAT.vocab_size
-    assert shape.document_start == CHAT.conversation
+    assert shape.document_start == CHAT.bos_id
     plan.main([*chat, f'--init_from={base}'])  # the plan of such a run
     before, after = (evaluated('--dataset=byte', f'--out_dir={of}')['bits_per_byte']
                      for of in (base, 'out'))

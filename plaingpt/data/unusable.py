@@ -1,0 +1,67 @@
+"""Unusable files and rows: a few are skipped and counted, more than 1% are an error."""
+
+from collections import Counter
+
+from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import count_of
+
+MAX_UNUSABLE = 0.01  # fraction of the files or rows; beyond it, something else is wrong
+EARLY_STOP = 1000  # unusable rows after which a pass may stop early
+MAX_EXAMPLES = 3  # listed per reason
+
+
+class Unusable(UserError):
+    """A file or row that cannot be used. reason: by which they are counted; details: of this one,
+    and what to do"""
+
+    def __init__(self, where, reason, details=''):
+        super().__init__(f'{where}: {reason}{details}')
+        self.where, self.reason = where, reason
+
+
+class Tally:
+    """Counts unusable files or rows by reason. strict: each is an error"""
+
+    def __init__(self, noun, strict=False):
+        self.noun, self.strict = noun, strict
+        self.restart()
+
+    def restart(self):
+        self.total, self.counts, self.examples = 0, Counter(), {}
+
+    def skip(self, problem, estimated_total=0):
+        """Count an Unusable. estimated_total: of all files or rows, 0 if unknown. Raises UserError
+        once too many are certain to be unusable."""
+        if self.strict:
+            raise problem
+        self.counts[problem.reason] += 1
+        examples = self.examples.setdefault(problem.reason, [])
+        if len(examples) < MAX_EXAMPLES:
+            examples.append(problem)
+        count = self.counts.total()
+        if count >= EARLY_STOP and (estimated_total or count == self.total):
+            self.check(max(estimated_total, self.total))
+
+    def check(self, total, more_advice=None):
+        """Raises UserError if more than 1% of `total` are unusable. more_advice: function of an
+        Unusable → text to append"""
+        count = self.counts.total()
+        if count <= MAX_UNUSABLE * total:
+            return
+        reason, number = self.counts.most_common(1)[0]
+        example, *others = self.examples[reason]
+        advice = more_advice(example) if more_advice else ''
+        counted = f'{count:,} of {count_of(total, self.noun)} cannot be used'
+        if number < count:
+            counted += f', {number:,} for this reason'
+        if others:
+            counted += f', such as {"; ".join(problem.where for problem in others)}'
+        raise UserError(f'{example}{advice} ({counted}; at most {MAX_UNUSABLE:.0%} may be skipped)')
+
+    def describe(self):
+        """One line per reason."""
+        for reason, number in self.counts.most_common():
+            examples = '; '.join(problem.where for problem in self.examples[reason])
+            if number > MAX_EXAMPLES:
+                examples += '; …'
+            yield f'skipped {number:,} of {count_of(self.total, self.noun)}: {reason} ({examples})'

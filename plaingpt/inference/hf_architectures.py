@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 import torch
 import torch.nn.functional as F
 
-from model import ROW_PER_TOKEN, GPTConfig
+from model import VOCAB_WEIGHTS, GPTConfig
 
 SIZES = ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_embd')
 ANY = None  # every value
@@ -84,7 +84,7 @@ def flattened(hf):
 
 def without_padding(weights, config):
     """{our name: tensor} without the rows that pad the vocabulary."""
-    return {name: w[:config.vocab_size] if name.endswith(ROW_PER_TOKEN) else w
+    return {name: w[:config.vocab_size] if name.endswith(VOCAB_WEIGHTS) else w
             for name, w in weights.items()}
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from model import GPT, ROW_PER_TOKEN, GPTConfig
+from model import GPT, VOCAB_WEIGHTS, GPTConfig
 from plaingpt.data.foreign_tokenizer import download, read_tokenizer
 from plaingpt.inference.hf_architectures import READABLE, SIZES, without_padding
 from plaingpt.system.distributed import local_rows
@@ -99,7 +99,7 @@ class Pretrained:
                 part[:len(read)].copy_(read)
             if whole is not mine:
                 mine.copy_(whole[first:first + len(mine)])
-            if name.endswith(ROW_PER_TOKEN):
+            if name.endswith(VOCAB_WEIGHTS):
                 mean = read[:known].float().mean(0) if config.vocab_size > known \
                     else torch.zeros(())  # which nothing reads
                 begin_new_tokens(p, mean, known, config.vocab_size)

@@ -70,6 +70,6 @@ class Layer:
     def extend(self, k, v):
         return *self.attended.update(k, v), self.step.mask
 
-    def with_earlier(self, x, n):
+    def prepend_earlier(self, x, n):
         x, _ = self.convolved.update(x.masked_fill(self.step.padding, 0), x[..., :0])
         return F.pad(x, (0, 0, n, 0))[:, -(n + len(self.columns)):]  # (B, n + T, C)

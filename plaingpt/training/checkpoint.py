@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from model import ROW_PER_TOKEN, GPTConfig
+from model import VOCAB_WEIGHTS, GPTConfig
 from plaingpt.system.devices import synchronize
 from plaingpt.system.distributed import (
     all_gather,
@@ -109,7 +109,7 @@ class Checkpoint:
         reads its own rows. Raises UserError where weights are damaged or misfit."""
         shapes, wanted = self._shapes('model'), dict(model.named_parameters())
         old, new = self.state['model']['vocab_size'], model.config.vocab_size
-        grows = {name for name in wanted if new > old and name.endswith(ROW_PER_TOKEN)}
+        grows = {name for name in wanted if new > old and name.endswith(VOCAB_WEIGHTS)}
         for name in [*wanted, *shapes]:
             start = 1 if name in grows or name == 'transformer.wpe.weight' else 0
             if name not in wanted or name not in shapes \

@@ -56,13 +56,13 @@ READ = 'a\nb\tc\\n' + r'Aé \q \u12' + '\\'
 
 def test_escapes_are_read_where_they_are_typed_and_only_there(tmp_path):
     config = load_config(sample.SampleConfig, [f'--start={TYPED}', f'--stop={TYPED}'])
-    assert config.start == READ and config.stops() == [READ]
+    assert config.start == READ and config.stop_strings() == [READ]
     # a path, a JSON list and the Python of a config file have rules of their own
     config = load_config(sample.SampleConfig, [r'--start=FILE:a\new', r'--stop=["\n", "\\n"]'])
-    assert config.start == r'FILE:a\new' and config.stops() == ['\n', r'\n']
+    assert config.start == r'FILE:a\new' and config.stop_strings() == ['\n', r'\n']
     (tmp_path / 'a.py').write_text(r"start = '\\textbf\n'; stop = r'\n'")
     config = load_config(sample.SampleConfig, [str(tmp_path / 'a.py')])
-    assert config.start == '\\textbf\n' and config.stops() == [r'\n']
+    assert config.start == '\\textbf\n' and config.stop_strings() == [r'\n']
 
 
 def test_a_typed_line_end_begins_and_ends_samples(trained, capsys):

@@ -154,8 +154,8 @@ def test_what_is_no_request_is_refused(client, chat_client):
     with pytest.raises(openai.NotFoundError) as error:
         client.get('/nothing', cast_to=object)
     assert error.value.type == 'invalid_request_error'
-    for model, conversation, words in ((client, asked('Hi'), 'not tuned'),
-                                       (chat_client, asked('x' * 96), 'write less'),
+    for model, conversation, words in ((client, asked('Hi'), 'not fine-tuned'),
+                                       (chat_client, asked('x' * 96), 'shorten it'),
                                        (chat_client, asked(), 'no messages')):
         with pytest.raises(openai.BadRequestError, match=words):
             model.chat.completions.create(**conversation)
@@ -223,10 +223,10 @@ def test_requests_wait_for_each_other_and_a_full_queue_is_refused(trained, tmp_p
         print('text ends')
         return text
 
-    write = TextGenerator.write
+    write = TextGenerator.generate_texts
     expected = plaingpt.load(trained, 'latest').generate('def ', temperature=0, max_new_tokens=9)
-    monkeypatch.setattr(serve, 'WAITING', 1)
-    monkeypatch.setattr(TextGenerator, 'write', told)
+    monkeypatch.setattr(serve, 'MAX_QUEUED', 1)
+    monkeypatch.setattr(TextGenerator, 'generate_texts', told)
     with serving(tmp_path, trained) as (client, _, log), ThreadPoolExecutor() as pool:
         first = complete(client, stream=True, max_tokens=ENDLESS)
         second = pool.submit(complete, client, temperature=0, max_tokens=9)
@@ -263,7 +263,7 @@ def test_a_key_that_no_header_can_hold_is_refused(capsys, monkeypatch):
 
 
 def test_a_request_that_does_not_arrive_is_given_up(trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(serve, 'SECONDS', 0.2)
+    monkeypatch.setattr(serve, 'REQUEST_TIMEOUT', 0.2)
     with serving(tmp_path, trained) as (client, _, _):
         for sent, answer in ((b'', b''), (UNFINISHED[:20], b''),
                              (UNFINISHED, b'invalid_request_error')):
@@ -274,13 +274,13 @@ def test_a_request_that_does_not_arrive_is_given_up(trained, tmp_path, monkeypat
 
 
 def test_a_text_that_nobody_reads_ends(trained, monkeypatch):
-    monkeypatch.setattr(serve, 'UNREAD', 5)
+    monkeypatch.setattr(serve, 'MAX_UNREAD', 5)
     body = json.dumps({'prompt': 'def ', 'max_tokens': ENDLESS, 'stream': True})
     completion = serve.Completion(plaingpt.load(trained, 'latest'), False, body)
     at_once = SimpleNamespace(call_soon_threadsafe=lambda call, piece: call(piece))
-    assert completion.write(at_once, SimpleNamespace(should_exit=False))
+    assert completion.generate(at_once, SimpleNamespace(should_exit=False))
     completion.stop = ['def' * 300]
-    assert completion.write(at_once, SimpleNamespace(should_exit=False)) == ''  # it has left
+    assert completion.generate(at_once, SimpleNamespace(should_exit=False)) == ''  # it has left
 
 
 def test_a_text_of_a_million_spaces_is_continued(tmp_path):

@@ -110,7 +110,7 @@ class Requests:
                 top_p=options.get('top_p', 1.0))
             room = max(1, self.block_size // 2, self.block_size - sampling.max_new_tokens)
             ids = generator.encode(prompt, 'lm_eval')[-room:]
-            texts += generator.write([ids], [i], sampling, options.get('until') or [])
+            texts += generator.generate_texts([ids], [i], sampling, options.get('until') or [])
         return texts
 
 

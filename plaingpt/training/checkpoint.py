@@ -40,7 +40,7 @@ from plaingpt.system.distributed import (
 )
 from plaingpt.system.errors import UserError, warn
 from plaingpt.system.files import read_json, refuse_unknown, sha256_of, sync, write_json
-from plaingpt.weights import begin_new_tokens, check_finite, copy_rows
+from plaingpt.weights import check_finite, copy_rows, init_new_tokens
 
 FORMAT_VERSION = 1
 STATE_KEYS = {  # of state.json, beside its checksum
@@ -122,7 +122,7 @@ class Checkpoint:
             if name in grows:
                 known[name].append(rows[:])
         for name, parts in known.items():
-            begin_new_tokens(wanted[name], torch.cat(parts)[:old].mean(0), old, new)
+            init_new_tokens(wanted[name], torch.cat(parts)[:old].mean(0), old, new)
         self.opened.clear()
 
     @torch.no_grad()

@@ -102,7 +102,7 @@ def test_lm_eval_asks_for_more_than_block_size_tokens_and_none_is_left_out():
     assert logp[0] == (pytest.approx(total.item(), rel=1e-4), False)
     assert logp[1] == logp[3] and logp[2] == (0.0, True)
     prompts = []
-    with mock.patch.object(lm_eval_model.TextGenerator, 'write',
+    with mock.patch.object(lm_eval_model.TextGenerator, 'generate_texts',
                            lambda self, ids, *rest: [prompts.append(ids[0]) or '']):
         for n in (2, 16, 99):
             request = mock.Mock(args=('a long prompt that is cut', {'max_gen_toks': n}))

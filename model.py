@@ -284,7 +284,7 @@ class ShortConv(nn.Module):
         padded = F.pad(x, (0, 0, K - 1, 0)) if cache is None else cache.prepend_earlier(x, K - 1)
         y = x
         for k, w in enumerate(self.weight.to(x.dtype)):
-            earlier = padded[:, K - 1 - k:K - 1 - k + T]  # (B, T, C): from k positions back
+            earlier = padded[:, K - 1 - k:K - 1 - k + T]  # (B, T, C): x from k positions back
             if documents is not None:
                 earlier = earlier.masked_fill((documents.positions < k)[..., None], 0.0)
             y = torch.addcmul(y, w, earlier)
@@ -350,7 +350,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self):
         """Initialize matrices from N(0, 0.02²), as in GPT-2, norms to 1 and biases to 0."""
-        # These add to what is there already: zeros make them no-ops at first.
+        # These are added to other terms: zero-init makes each a no-op at first.
         zeros = ('conv.weight', 'value_embedding.weight', 'ngram.weight')
         if self.config.zero_init:
             zeros += ('c_proj.weight', 'lm_head.weight')
@@ -384,8 +384,9 @@ class GPT(nn.Module):
 
     def hidden(self, idx, cache=None):
         """idx (B, T) → the final hidden states (B, T, C), which are the input of the head. cache: a
-        KVCache (plaingpt/inference/generation.py) of the earlier tokens; it takes in these too."""
-        assert idx.size(1) <= self.config.block_size, f'over block_size={self.config.block_size}'
+        KVCache (plaingpt/inference/generation.py) of earlier tokens, to which these are added."""
+        block_size = self.config.block_size
+        assert idx.size(1) <= block_size, f'{idx.size(1)} tokens exceed block_size={block_size}'
         positions = slice(idx.size(1))  # or a tensor (T,) or (B, T): indexes position embeddings
         documents = None
         layer_caches = [None] * len(self.transformer.h)

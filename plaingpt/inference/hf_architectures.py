@@ -243,6 +243,16 @@ def matches_reference(model):
     return bool((errors <= TOLERANCE * expected.norm(dim=-1)).all())
 
 
+def activation(x, mlp):
+    """The activation that a GPTConfig calls `mlp`, without model.py."""
+    if mlp == 'swiglu':
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    if mlp == 'relu2':
+        return F.relu(x) ** 2
+    return F.gelu(x, approximate='tanh' if mlp == 'gelu' else 'none')
+
+
 def reference_logits(weights, c, idx):
     """The logits (1, T, V) of GPT-2, Llama or Qwen for idx (1, T), without model.py.
 
@@ -257,14 +267,6 @@ def reference_logits(weights, c, idx):
             return F.rms_norm(x, weight.shape, weight, c.norm_eps)
         bias = weights.pop(f'{name}.bias') if c.bias else None
         return F.layer_norm(x, weight.shape, weight, bias, c.norm_eps)
-
-    def activation(x):
-        if c.mlp == 'swiglu':
-            gate, up = x.chunk(2, dim=-1)
-            return F.silu(gate) * up
-        if c.mlp == 'relu2':
-            return F.relu(x) ** 2
-        return F.gelu(x, approximate='tanh' if c.mlp == 'gelu' else 'none')
 
     def rotate(x):
         return torch.addcmul(x * cos, x.roll(D // 2, dims=-1), sin)
@@ -298,7 +300,7 @@ def reference_logits(weights, c, idx):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + linear(y.transpose(1, 2).flatten(2), f'{attn}.c_proj')
         hidden = linear(norm(x, f'transformer.h.{i}.ln_2'), f'{mlp}.c_fc')
-        x = x + linear(activation(hidden), f'{mlp}.c_proj')
+        x = x + linear(activation(hidden, c.mlp), f'{mlp}.c_proj')
     x = norm(x, 'transformer.ln_f')
     head = embedding if c.tied_head else weights.pop('lm_head.weight')
     if weights:

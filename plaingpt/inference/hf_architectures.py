@@ -115,7 +115,8 @@ class Gpt2(Architecture):
         return hf_weights
 
 
-# Substring of our parameter names → in Llama and Qwen. With several, our matrix stacks theirs.
+# Substring of a parameter name → its replacements in Llama and Qwen. Where there are several, our
+# matrix is theirs stacked.
 LLAMA_NAMES = {
     'transformer.wte': ['model.embed_tokens'],
     'transformer.h.': ['model.layers.'],
@@ -149,10 +150,10 @@ class Llama(Architecture):
         hf_weights = {}
         for name, w in without_padding(weights, config).items():
             hf_names = [name]
-            for ours, theirs in LLAMA_NAMES.items():
-                if ours in name:
-                    hf_names = [hf_name.replace(ours, each)
-                                for hf_name in hf_names for each in theirs]
+            for old, replacements in LLAMA_NAMES.items():
+                if old in name:
+                    hf_names = [hf_name.replace(old, new)
+                                for hf_name in hf_names for new in replacements]
             matrices = w.split(config.qkv_sizes) if 'c_attn' in name else w.chunk(len(hf_names))
             hf_weights |= zip(hf_names, matrices, strict=True)
         return hf_weights

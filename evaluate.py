@@ -1,13 +1,13 @@
-"""Measure how good a model is.
+"""Evaluate a model: loss on datasets and text files, and tasks of lm-evaluation-harness.
 
-    python evaluate.py out                                             # its validation split
+    python evaluate.py out                                             # on its validation split
     python evaluate.py out --tasks=text --data=book.txt
     python evaluate.py --init_from=gpt2 --tasks=hellaswag,lambada_openai
     torchrun --nproc_per_node=8 evaluate.py out --tasks=val,hellaswag --output=scores.json
 
-Tasks: val and train are the splits of a dataset and text is a file, scored as a whole by loss,
-perplexity and bits per byte; of conversations, what the assistant says is scored. All others are
-those of lm-evaluation-harness, package lm_eval, or .yaml files of tasks for it.
+The tasks val and train score a split of a dataset, and text scores a file: loss, perplexity and
+bits per byte over every token (in conversations, over the assistant's messages). All other names
+are tasks of lm-evaluation-harness (the package lm_eval) or .yaml files of its tasks.
 """
 
 import math
@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -44,35 +44,40 @@ OURS = ('val', 'train', 'text')
 @dataclass
 class EvaluateConfig(ModelChoice):
     # tasks
-    tasks: str = 'val'  # val, train, text, or those of lm_eval; several with commas
-    dataset: str = ''  # of val and train, as in training; empty: the run's
-    data: str = ''  # file of the task text
-    limit: int = 0  # questions of each task of lm_eval; 0 for all
+    tasks: str = 'val'  # val, train, text or tasks of lm_eval, separated by commas
+    dataset: str = ''  # dataset for val and train, as in training; empty: that of the run
+    data: str = ''  # text file to score, for tasks=text
+    limit: int = 0  # maximum number of questions per lm_eval task; 0: all
     # system
-    batch_size: int = 8  # sequences at a time; changes the speed alone
+    batch_size: int = 8  # sequences per batch; affects speed only
     device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'float32'  # precision of matmuls
-    output: str = ''  # write the scores to this .json
+    output: str = ''  # write the scores to this JSON file
 
     above_0 = ('batch_size',)
     at_least_0 = ('limit',)
 
     def conflicts(self):
-        found = [] if self.tasks else ['tasks is empty: say what to score, such as val']
-        if ('text' in self.tasks.split(',')) != bool(self.data):
-            found.append('tasks=text goes with --data=FILE, the file to score')
+        conflicts = []
+        if not self.tasks:
+            conflicts.append('tasks is empty; name what to score, such as --tasks=val')
+        scores_text = 'text' in self.tasks.split(',')
+        if scores_text and not self.data:
+            conflicts.append('tasks=text: name the file to score with --data=FILE')
+        if self.data and not scores_text:
+            conflicts.append(f'--data={self.data}: has no effect without --tasks=text')
         if self.output and not Path(self.output).parent.is_dir():
-            found.append(f'output={self.output}: its folder is not there')
+            conflicts.append(f'output={self.output}: its folder does not exist')
         if self.output and os.path.lexists(self.output):
-            found.append(f'output={self.output} exists already: name a new file')
-        return found
+            conflicts.append(f'output={self.output} already exists; choose another --output')
+        return conflicts
 
 
 class TextStream:
-    """A text file as a token stream. If the tokenizer has an end-of-text token, it stands in front,
-    so that the first token of the text is scored too."""
+    """A text file as a token stream. It starts with the end-of-text token, if the tokenizer has
+    one, so that the first token of the text is scored too."""
 
-    loss_mask = None  # all of it is scored
+    loss_mask = None  # every token is scored
 
     def __init__(self, path, tokenizer):
         start = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
@@ -81,7 +86,7 @@ class TextStream:
         except UserError as e:
             raise UserError(f'{path}: {e}') from None
         if len(self.ids) < 2:
-            raise UserError(f'{path}: too short to score anything')
+            raise UserError(f'{path}: is too short to score; it has fewer than 2 tokens')
 
     def __len__(self):
         return len(self.ids)
@@ -91,115 +96,150 @@ class TextStream:
 
 
 class WholeLoader(BatchLoader):
-    """Reads each token of a stream once as a target. Where the end is shorter than a sequence, the
-    last one reads tokens before it too, which are no targets again."""
+    """Reads every token of a stream exactly once as a target. The last sequence is a full one that
+    overlaps the one before it; targets that were scored already are masked."""
 
     def tile(self):
         super().tile()
-        targets = len(self.stream) - 1
-        self.num_eval_sequences = math.ceil(targets / self.block_size)
-        self.last = targets - self.block_size  # where the last sequence begins
-        self.repeated = self.num_eval_sequences * self.block_size - targets
+        n_targets = len(self.stream) - 1
+        self.num_eval_sequences = math.ceil(n_targets / self.block_size)
+        self.last_start = n_targets - self.block_size
+        self.overlap = self.num_eval_sequences * self.block_size - n_targets
 
     def eval_starts(self, places, n):
-        return np.minimum(places * self.block_size, self.last)
+        return np.minimum(places * self.block_size, self.last_start)
 
     def _on_host(self, starts):
         idx, targets = super()._on_host(starts)
         targets = targets.clone()  # it may share memory with idx
-        targets[starts == self.last, :self.repeated] = -1
+        targets[starts == self.last_start, :self.overlap] = -1
         return idx, targets
 
     def mean_target(self, values, n):
-        starts = range(1, len(self.stream), self.block_size)
-        lengths = [min(self.block_size, len(self.stream) - start) for start in starts]
-        total = sum(values[self.stream.sequences([start], length)].sum()
-                    for start, length in zip(starts, lengths, strict=True))
-        return float(total / sum(lengths))
+        total = 0
+        for start in range(1, len(self.stream), self.block_size):
+            length = min(self.block_size, len(self.stream) - start)
+            total += values[self.stream.sequences([start], length)].sum()
+        return float(total / (len(self.stream) - 1))
 
 
-def loaders(task, config, model, tokenizer, state, **settings):
-    """Yield (name of a corpus, what is scored, its loader, UTF-8 bytes of each token or None) of
-    val, train or text; a mixture has several. settings: of BatchLoader"""
-    shape = model.config.block_size, config.batch_size
-    if task == 'text':
-        stream = TextStream(config.data, tokenizer)
-        length = min(model.config.block_size, len(stream) - 1)
-        yield '', config.data, WholeLoader(stream, length, config.batch_size, **settings), \
-            token_bytes(tokenizer)
-        return
-    name = config.dataset or state.get('config', {}).get('dataset')
+class Corpus(NamedTuple):
+    """What a task scores."""
+
+    name: str  # in a mixture; else ''
+    label: str  # for the printed line
+    loader: BatchLoader
+    token_bytes: np.ndarray | None  # UTF-8 bytes of each token, for bits per byte
+
+
+def text_corpus(config, model, tokenizer, settings):
+    """The Corpus of the task text. settings: of its BatchLoader"""
+    stream = TextStream(config.data, tokenizer)
+    length = min(model.config.block_size, len(stream) - 1)
+    loader = WholeLoader(stream, length, config.batch_size, **settings)
+    return Corpus('', config.data, loader, token_bytes(tokenizer))
+
+
+def split_corpora(task, config, loaded, settings):
+    """Yield a Corpus for the split val or train; several for a mixture. loaded: (model, tokenizer,
+    weights); settings: of the BatchLoaders"""
+    model, tokenizer, weights = loaded
+    name = config.dataset or weights.state.get('config', {}).get('dataset')
     if not name:
         raise UserError(f'tasks={task}: name a prepared dataset with --dataset=NAME')
     own_ids = tokenizer.vocab_size if isinstance(tokenizer, IdsTokenizer) else 0
     dataset = open_dataset_spec(name, own_ids)
-    text_tokenizer = getattr(tokenizer, 'base', tokenizer)  # a model of conversations has it inside
-    known = [vocabulary_of(each.to_json()) for each in (tokenizer, text_tokenizer)]
-    if vocabulary_of(dataset.tokenizer_json()) not in known:
-        raise UserError(f"{dataset.folder} was prepared with another tokenizer than the model's: "
+    base = getattr(tokenizer, 'base', tokenizer)  # the tokenizer inside a chat tokenizer
+    if vocabulary_of(dataset.tokenizer_json()) not in (
+            vocabulary_of(tokenizer.to_json()), vocabulary_of(base.to_json())):
+        raise UserError(f"{dataset.folder}: was prepared with another tokenizer than the model's; "
                         'name another --dataset')
-    for name, each, _ in dataset.components:
-        whose = ', the answers' if each.has_mask() else ''
-        loader = each.loader(task, *shape, **settings)
-        if not each.has_mask():
-            loader = WholeLoader(loader.stream, *shape, **settings)
-        yield name, f'{task} of {each.folder}{whose}', loader, each.token_bytes(task)
+    sizes = model.config.block_size, config.batch_size
+    for name, part, _ in dataset.components:
+        label = f'{task} of {part.folder}'
+        loader = part.loader(task, *sizes, **settings)
+        if part.has_mask():
+            label += ", the assistant's messages"
+        else:
+            loader = WholeLoader(loader.stream, *sizes, **settings)
+        yield Corpus(name, label, loader, part.token_bytes(task))
 
 
 def compare_with_training(task, stream, config, weights):
-    """Print how much of a text the weights were trained on → {'in_train': the share}; {} where that
-    is not known, and for the data of the run itself, whose splits prepare.py has compared."""
+    """Print how much of a text was in the training data → {'in_train': the share}. {} if that is
+    not known, and for the dataset of the run itself, whose splits prepare.py has compared."""
     if config.tokenizer != 'auto':
         return {}
-    own = weights.state.get('config', {}).get('dataset')
-    if task != 'text' and config.dataset in ('', own) \
-            and open_dataset_spec(own).identity('train') == weights.state['data']:
+    own_dataset = weights.state.get('config', {}).get('dataset')
+    if task != 'text' and config.dataset in ('', own_dataset) \
+            and open_dataset_spec(own_dataset).identity('train') == weights.state['data']:
         return {}
     share = share_trained_on(*windows_of(stream), trained_on(weights))
     if share is None:
         return {}
-    print0(f'  {100 * share:.3g}% of this text was in the training text of {weights.source}')
+    print0(f'  {100 * share:.3g}% of this text was in the training data of {weights.source}')
     return {'in_train': share}
 
 
 class SequenceLosses(torch.nn.Module):
-    """A GPT as mean_loss calls it, which returns the loss of each sequence."""
+    """Wraps a GPT for mean_loss: returns the loss of each sequence of a batch."""
 
     def __init__(self, gpt):
         super().__init__()
         self.gpt = gpt
 
     def forward(self, idx, targets):
-        gpt, x = self.gpt, self.gpt.hidden(idx)  # (B, T, C)
-        return None, torch.stack([
-            chunked_cross_entropy(x_i, gpt.lm_head.weight, gpt.config.vocab_size, targets_i)
-            for x_i, targets_i in zip(x, targets, strict=True)])
+        gpt = self.gpt
+        x = gpt.hidden(idx)  # (B, T, C)
+        losses = [chunked_cross_entropy(x_i, gpt.lm_head.weight, gpt.config.vocab_size, targets_i)
+                  for x_i, targets_i in zip(x, targets, strict=True)]
+        return None, torch.stack(losses)
 
 
-def score(model, label, loader, sizes, context):
-    """Print the loss of all sequences → {name of a score: value}. loader, sizes: of loaders()"""
-    share = math.ceil(loader.num_eval_sequences / loader.world_size)
-    loader.batch_size = min(loader.batch_size, share)  # a batch is padded to its size
-    loss, error = mean_loss(SequenceLosses(model), loader, loader.num_eval_sequences, context,
-                            label=label)
-    bits = None
-    if sizes is not None:
-        bits = loss / math.log(2) / loader.mean_target(sizes, loader.num_eval_sequences)
+def score(model, corpus, context):
+    """Print the loss on a Corpus → {name of a score: value}."""
+    loader = corpus.loader
+    sequences_per_process = math.ceil(loader.num_eval_sequences / loader.world_size)
+    loader.batch_size = min(loader.batch_size, sequences_per_process)  # batches are padded to it
+    loss, stderr = mean_loss(SequenceLosses(model), loader, loader.num_eval_sequences, context,
+                             label=corpus.label)
     perplexity = math.exp(min(loss, 700))
-    stderr = '' if error is None else f' ± {error:.4f}'
-    print0(f'{label}: loss {loss:.4f}{stderr} nats a token, perplexity {perplexity:.4g}'
-           + (f', {bits:.4f} bits/byte' if bits else ''))
-    return {'loss': loss, 'loss_stderr': error, 'perplexity': perplexity, 'bits_per_byte': bits}
+    line = f'{corpus.label}: loss {loss:.4f}'
+    if stderr is not None:
+        line += f' ± {stderr:.4f}'
+    line += f' nats per token, perplexity {perplexity:.4g}'
+    bits = None
+    if corpus.token_bytes is not None:
+        bytes_per_token = loader.mean_target(corpus.token_bytes, loader.num_eval_sequences)
+        bits = loss / math.log(2) / bytes_per_token
+        line += f', {bits:.4f} bits/byte'
+    print0(line)
+    return {'loss': loss, 'loss_stderr': stderr, 'perplexity': perplexity, 'bits_per_byte': bits}
 
 
-def check_future(model, context):
-    """Raise UserError where a network like the one to be scored sees later tokens."""
+def check_attention_is_causal(model, context):
+    """Raise UserError if a small model with the same flags attends to later tokens."""
     device = model.lm_head.weight.device
     with torch.random.fork_rng([device] if device.type == 'cuda' else []):
         small = small_model(replace(model.config, block_size=short(model))).to(device)
         run = SimpleNamespace(model=small, step=SimpleNamespace(autocast=context))
-        if problem := attention_is_causal(run):
-            raise UserError(f'nothing was scored, because {problem}')
+        problem = attention_is_causal(run)
+    if problem:
+        raise UserError(f'nothing was scored, because {problem}')
+
+
+def score_ours(task, config, loaded, context, settings):
+    """Score val, train or text → the scores, of a mixture {corpus: its scores}."""
+    model, tokenizer, weights = loaded
+    if task == 'text':
+        corpora = [text_corpus(config, model, tokenizer, settings)]
+    else:
+        corpora = split_corpora(task, config, loaded, settings)
+    scores = {}
+    for corpus in corpora:
+        scores[corpus.name] = score(model, corpus, context)
+        scores[corpus.name] |= compare_with_training(task, corpus.loader.stream, config, weights)
+    return scores if len(scores) > 1 else scores['']
 
 
 def main(argv):
@@ -213,31 +253,30 @@ def main(argv):
     print0(f'{weights.source} | {model.num_parameters():,} parameters | device {device} | dtype '
            f'{dtype} | processes {world.size}')
     if 'attention_is_causal' not in weights.state.get('config', {}).get('skip_checks', ''):
-        check_future(model, context)
+        check_attention_is_causal(model, context)
     names = config.tasks.split(',')
-    theirs = ','.join(name for name in names if name not in OURS)
-    tasks = theirs and lm_eval_model.load_tasks(theirs)
+    lm_eval_names = [name for name in names if name not in OURS]
+    if lm_eval_names:
+        lm_eval_tasks = lm_eval_model.load_tasks(','.join(lm_eval_names))
     results = {}
     job = nullcontext()
     if world.launched:
         from plaingpt.system.distributed import process_group
         job = process_group(world, device)
+    settings = dict(device=device, rank=world.rank, world_size=world.size)
     with job:
-        for task in filter(OURS.__contains__, names):
-            scores = {}
-            for name, label, loader, sizes in loaders(
-                    task, config, model, tokenizer, weights.state, device=device,
-                    rank=world.rank, world_size=world.size):
-                scores[name] = score(model, label, loader, sizes, context)
-                scores[name] |= compare_with_training(task, loader.stream, config, weights)
-            results[task] = scores if len(scores) > 1 else scores['']
-        if theirs:
+        for task in names:
+            if task in OURS:
+                results[task] = score_ours(
+                    task, config, (model, tokenizer, weights), context, settings)
+        if lm_eval_names:
             model.eval()
-            found = lm_eval_model.score_tasks(tasks, config.limit, model, tokenizer,
-                                              config.batch_size, context, gloo_group())
-            for task, scores in found.items():
+            lm_eval_scores = lm_eval_model.score_tasks(
+                lm_eval_tasks, config.limit, model, tokenizer, config.batch_size, context,
+                gloo_group())
+            for task, scores in lm_eval_scores.items():
                 results[task] = scores
-                print0(f'{task}: {lm_eval_model.quote_scores(scores)}')
+                print0(f'{task}: {lm_eval_model.format_scores(scores)}')
     if config.output and world.is_main:
         try:
             write_json(config.output, {

@@ -1,4 +1,4 @@
-"""Export a trained model: a folder for transformers, or a file for llama.cpp.
+"""Export a trained model to a folder for transformers or a GGUF file for llama.cpp.
 
     python export.py out --dest=my-gpt
     python export.py out --format=gguf --dest=my-gpt.gguf
@@ -29,32 +29,40 @@ from plaingpt.training.open_weights import ModelChoice, load
 
 @dataclass
 class ExportConfig(ModelChoice):
-    # where to
-    dest: str = ''  # the folder to write, or the file of gguf, which must not exist yet
-    format: Literal['transformers', 'gguf'] = 'transformers'  # gguf: a file for llama.cpp
-    dtype: Literal[*DTYPES] = 'float32'  # of the weights; in a gguf file, of the matrices
+    # destination
+    dest: str = ''  # folder to write, or the file with format=gguf; must not exist yet
+    format: Literal['transformers', 'gguf'] = 'transformers'  # gguf: one file for llama.cpp
+    dtype: Literal[*DTYPES] = 'float32'  # precision of the weights (in GGUF: of the matrices)
 
     def conflicts(self):
-        return [] if self.dest else ['dest is empty: name a folder to write, as --dest=my-gpt, or '
-                                     'a file, as --format=gguf --dest=my-gpt.gguf']
+        if self.dest:
+            return []
+        return ['dest is empty: name the folder to write with --dest=my-gpt, or the file with '
+                '--format=gguf --dest=my-gpt.gguf']
 
 
 def model_card(name, architecture, model, source, state):
-    """README.md of the exported folder: what the hub reads, and the facts of the model and its run
-    without paths of this machine. state: state.json of a run's checkpoint, or {}"""
+    """README.md of the exported folder: metadata for the hub, and the facts of the model and its
+    run. It contains no local paths. state: state.json of a run's checkpoint, or {}"""
     c = model.config
-    code = ', trust_remote_code=True' if architecture == OWN_CODE else ''
-    error = f' ± {state["val_loss_stderr"]:.4f}' if state.get('val_loss_stderr') else ''
     facts = {
-        'shape': f'{c.n_layer} layers, {c.n_head} heads, {c.n_embd} channels, '
-                 f'{c.block_size} tokens of context, vocabulary {c.vocab_size:,}, '
-                 f'{model.num_parameters():,} parameters',
-        'weights of': None if state else Path(source).name,
-        'trained on': state and ', '.join(
-            Path(each).name for each in parse_dataset_spec(state['config']['dataset'])),
-        'iterations': state.get('iter_num'),
-        'validation loss': state.get('val_loss') and f'{state["val_loss"]:.4f}{error} nats a token'}
+        'architecture': f'{c.n_layer} layers, {c.n_head} heads, {c.n_embd} channels',
+        'parameters': f'{model.num_parameters():,}',
+        'context length': f'{c.block_size:,} tokens',
+        'vocabulary size': f'{c.vocab_size:,}'}
+    if state:
+        datasets = [Path(name).name for name in parse_dataset_spec(state['config']['dataset'])]
+        facts['training data'] = ', '.join(datasets)
+        facts['iterations'] = state.get('iter_num')
+    else:
+        facts['pretrained weights'] = Path(source).name
+    if state.get('val_loss'):
+        loss = f'{state["val_loss"]:.4f}'
+        if state.get('val_loss_stderr'):
+            loss += f' ± {state["val_loss_stderr"]:.4f}'
+        facts['validation loss'] = f'{loss} nats per token'
     table = ''.join(f'| {fact} | {value} |\n' for fact, value in facts.items() if value)
+    code = ', trust_remote_code=True' if architecture == OWN_CODE else ''
     return f'''---
 library_name: transformers
 pipeline_tag: text-generation
@@ -79,11 +87,11 @@ def main(argv):
     config = load_config(ExportConfig, argv, __doc__, positional='out_dir')
     dest = Path(config.dest)
     if dest.exists():
-        raise UserError(f'dest={dest} exists already: name one that does not')
+        raise UserError(f'dest={dest} already exists; choose another --dest')
     model, tokenizer, weights = load(config)
     architecture = None
     folder = dest.with_name(f'{dest.name}.tmp')
-    shutil.rmtree(folder, ignore_errors=True)  # of an export that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted export
     try:
         folder.mkdir(parents=True)
         if config.format == 'gguf':
@@ -95,17 +103,20 @@ def main(argv):
             (folder / 'README.md').write_text(printable(card), encoding='utf-8')
             folder.rename(dest)
     except (OSError, SafetensorError) as e:
-        why = getattr(e, 'strerror', None) or e
-        raise UserError(f'dest={dest}: cannot be written: {why}') from None
+        reason = getattr(e, 'strerror', None) or e
+        raise UserError(f'dest={dest}: cannot be written: {reason}') from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    size = sum(path.stat().st_size for path in (dest.iterdir() if dest.is_dir() else [dest]))
+    files = dest.iterdir() if dest.is_dir() else [dest]
+    size = sum(path.stat().st_size for path in files)
     print(f'{weights.source} → {dest}: {model.num_parameters():,} parameters, {size / 1e6:,.1f} MB')
     if architecture and not (dest / 'tokenizer.json').exists():
-        print('without a tokenizer.json, which cannot describe these tokens: use plainGPT for text')
-    if architecture:
-        print('transformers opens it with its own code: from_pretrained(…, trust_remote_code=True)'
-              if architecture == OWN_CODE else f'transformers opens it as {architecture}')
+        print('no tokenizer.json, because that format cannot describe this tokenizer; encode and '
+              'decode with plainGPT')
+    if architecture == OWN_CODE:
+        print('transformers loads it with model.py: from_pretrained(…, trust_remote_code=True)')
+    elif architecture:
+        print(f'transformers loads it as {architecture}')
 
 
 if __name__ == '__main__':

@@ -1,11 +1,11 @@
 """GPT-2 in one file, with PyTorch as its only dependency: configuration, layers, forward, generate.
 
-Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; what the paper leaves
-open follows the released code, https://github.com/openai/gpt-2. Parameter names are nanoGPT's.
-Flags of GPTConfig enable newer components; their defaults give GPT-2.
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; details that the paper
+leaves out follow the released code, https://github.com/openai/gpt-2. Parameter names are nanoGPT's.
+Flags of GPTConfig enable newer components; the defaults give GPT-2.
 
-Shapes: B sequences in a batch, T tokens in each, C = n_embd channels, H = n_head query heads, KV
-key/value heads (KV = H unless n_kv_head is set), D channels per head, V tokens in the vocabulary.
+Shapes: B = batch size, T = sequence length, C = n_embd, H = n_head (query heads), KV = key/value
+heads (H unless n_kv_head is set), D = channels per head, V = vocab_size.
 """
 
 import math
@@ -17,13 +17,13 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-VOCAB_MULTIPLE = 128  # of rows in embedding and head: matmuls are fastest with such sizes
-ROW_PER_TOKEN = ('wte.weight', 'value_embedding.weight', 'lm_head.weight')  # padded too
+VOCAB_MULTIPLE = 128  # the vocabulary is padded to a multiple of this, for faster matmuls
+VOCAB_WEIGHTS = ('wte.weight', 'value_embedding.weight', 'lm_head.weight')  # one row per token
 
 
 def relu2(x):
     x = F.relu(x)
-    return x * x  # CUDA's autocast would compute square() in float32
+    return x * x  # under CUDA's autocast, square() would run in float32
 
 
 def swiglu(x):
@@ -33,7 +33,7 @@ def swiglu(x):
 
 ACTIVATIONS = {
     'gelu': partial(F.gelu, approximate='tanh'),  # as in GPT-2 (Hendrycks and Gimpel 2016)
-    'gelu_erf': F.gelu,  # the exact GELU, as in nanoGPT; several times as fast on a CPU
+    'gelu_erf': F.gelu,  # exact GELU, as in nanoGPT; several times faster on a CPU
     'relu2': relu2,  # max(x, 0)² (So et al. 2021, "Primer")
     'swiglu': swiglu,  # Shazeer 2020
 }
@@ -41,38 +41,38 @@ ACTIVATIONS = {
 
 @dataclass
 class GPTConfig:
-    """The shape of a GPT; the defaults are GPT-2 124M. Each field is a setting, its comment the
-    help text."""
+    """Architecture of a GPT; the defaults are GPT-2 (124M). Each field is a command-line setting,
+    and its comment is the help text."""
     # model
-    block_size: int = 1024  # tokens in a sequence
-    vocab_size: int = 50257  # tokens in the vocabulary
-    n_layer: int = 12  # blocks
-    n_head: int = 12  # attention heads
-    n_embd: int = 768  # channels
-    dropout: float = 0.0  # 0.1 or more for a small dataset
-    bias: bool = True  # biases in Linears and LayerNorms, as in GPT-2; False is slightly better
+    block_size: int = 1024  # context length in tokens
+    vocab_size: int = 50257  # vocabulary size
+    n_layer: int = 12  # transformer blocks
+    n_head: int = 12  # attention heads per block
+    n_embd: int = 768  # embedding dimension (channels)
+    dropout: float = 0.0  # dropout probability; try 0.1 or more on a small dataset
+    bias: bool = True  # bias in Linears and LayerNorms, as in GPT-2; False: slightly better
     # model: newer than GPT-2
     rotary: bool = False  # rotary position embeddings instead of learned ones (Su et al. 2021)
     rmsnorm: bool = False  # RMSNorm instead of LayerNorm (Zhang and Sennrich 2019)
     qk_norm: bool = False  # normalize queries and keys (Dehghani et al. 2023, section 2)
-    mlp: Literal[*ACTIVATIONS] = 'gelu'  # activation of the MLP
-    conv: int = 0  # causal convolution of this width before each MLP (So et al. 2021); 0: none
+    mlp: Literal[*ACTIVATIONS] = 'gelu'  # MLP activation
+    conv: int = 0  # kernel size of a causal convolution before each MLP (So et al. 2021); 0: none
     ngram_rows: int = 0  # rows of a hashed n-gram embedding (Svenstrup et al. 2017); 0: none
     ngram: int = 2  # with ngram_rows: tokens per n-gram
     value_embeddings: bool = False  # add a token embedding to each layer's values (Zhou 2024)
-    tied_head: bool = True  # the head shares the embedding's weight (Press and Wolf 2017)
+    tied_head: bool = True  # tie lm_head to the token embedding (Press and Wolf 2017)
     n_kv_head: int = 0  # key/value heads (grouped-query attention); 0: n_head
     zero_init: bool = False  # zero-init output projections: each residual branch starts as a no-op
-    document_attention: bool = False  # attention and positions stay within a document
+    document_attention: bool = False  # no attention across documents; positions restart in each
     # not listed: set by a pretrained model or by the dataset
     head_dim: int = 0  # channels per head; 0: n_embd / n_head
-    n_inner: int = 0  # hidden units of an MLP; 0: 4 n_embd, with swiglu 8/3 n_embd
-    qkv_bias: bool = False  # with bias=False, biases of queries, keys and values only (Qwen2)
-    norm_eps: float = 1e-5  # epsilon of the norms
-    rotary_base: float = 10000.0  # larger: longer wavelengths, for longer contexts
-    rotary_factor: float = 1.0  # divides low frequencies (Llama 3.1); 1: off
-    rotary_length: int = 8192  # with rotary_factor: the block_size before it was extended
-    document_start: int = -1  # with document_attention: id of the token that begins a document
+    n_inner: int = 0  # hidden size of the MLP; 0: 4 n_embd, or 8/3 n_embd with swiglu
+    qkv_bias: bool = False  # with bias=False: bias in the QKV projection only (Qwen2)
+    norm_eps: float = 1e-5  # epsilon of LayerNorm or RMSNorm
+    rotary_base: float = 10000.0  # base of the rotary frequencies; larger for longer contexts
+    rotary_factor: float = 1.0  # divide low rotary frequencies by this (Llama 3.1); 1: off
+    rotary_length: int = 8192  # with rotary_factor: context length before the extension
+    document_start: int = -1  # with document_attention: id of the token that starts a document
 
     @property
     def learned_positions(self):
@@ -86,7 +86,7 @@ class GPTConfig:
     def mlp_width(self):
         if self.n_inner:
             return self.n_inner
-        if self.mlp == 'swiglu':  # three matrices, not two: 2/3 of 4C has as many weights
+        if self.mlp == 'swiglu':  # three matrices, not two: 2/3 of 4C keeps the parameter count
             return math.ceil(8 * self.n_embd / 3 / 32) * 32
         return 4 * self.n_embd
 
@@ -95,32 +95,33 @@ class GPTConfig:
         return self.head_dim or self.n_embd // self.n_head
 
     @property
-    def qkv_sizes(self):  # channels of all queries, of all keys, of all values
+    def qkv_sizes(self):  # total channels of queries, keys and values
         n_kv_head = self.n_kv_head or self.n_head
         return tuple(n * self.head_size for n in (self.n_head, n_kv_head, n_kv_head))
 
     def conflicts(self):
         """Fields that contradict each other, one message each."""
-        found = []
-        remainder = 0 if self.head_dim else self.n_embd % self.n_head
-        if remainder:
-            found.append(f'n_embd={self.n_embd} is not a multiple of n_head={self.n_head}')
-        if self.n_kv_head and self.n_head % self.n_kv_head:
-            found.append(f'n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}')
-        if self.rotary and not remainder and self.head_size % 2:
+        conflicts = []
+        if not self.head_dim and self.n_embd % self.n_head:
+            conflicts.append(f'n_embd={self.n_embd} is not a multiple of n_head={self.n_head}')
+        elif self.rotary and self.head_size % 2:
             head_dim = 'head_dim' if self.head_dim else 'n_embd / n_head'
-            found.append(f'rotary=True needs an even {head_dim}, not {self.head_size}')
+            conflicts.append(f'rotary=True needs an even {head_dim}; got {self.head_size}')
+        if self.n_kv_head and self.n_head % self.n_kv_head:
+            conflicts.append(
+                f'n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}')
         if self.ngram_rows and not 2 <= self.ngram <= self.block_size:
-            found.append(f'ngram={self.ngram}: must be from 2 to block_size={self.block_size}')
+            conflicts.append(
+                f'ngram={self.ngram}: must be between 2 and block_size={self.block_size}')
         if self.conv == 1:
-            found.append('conv=1: must be 0, or 2 or more')
+            conflicts.append('conv=1: must be 0 (off) or at least 2')
         if self.document_attention and self.document_start == -1:
-            found.append('document_attention=True needs document_start')
-        return found
+            conflicts.append('document_attention=True needs document_start, a token id')
+        return conflicts
 
 
 class RMSNorm(nn.RMSNorm):
-    def forward(self, x):  # (…, C); torch's fused kernel needs weight and x in one dtype
+    def forward(self, x):  # (…, C); torch's fused kernel needs the weight in the dtype of x
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -133,58 +134,59 @@ def norm(config, size):
 
 def rotary_table(config):
     """cos and sin of the angle by which each position rotates each pair of channels (i, i + D/2):
-    2 × (block_size, D). The sines of the first half are negative, as rotate() needs them."""
+    2 × (block_size, D). The first half of sin is negated, as rotate() expects."""
     n = config.head_size // 2
     frequencies = config.rotary_base ** (-torch.arange(n) / n)  # (D/2,), radians per position
     if config.rotary_factor != 1:
-        frequencies = frequencies * slowdown(frequencies, config)
+        frequencies = frequencies * llama3_scaling(frequencies, config)
     angles = torch.outer(torch.arange(config.block_size), frequencies)  # (block_size, D/2)
-    sines = angles.sin()
-    return torch.cat((angles, angles), dim=-1).cos(), torch.cat((-sines, sines), dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-def slowdown(frequencies, config):
-    """(D/2,) → (D/2,): Llama 3.1's factors on the frequencies. Pairs that turn less than
-    once within rotary_length are slowed down by rotary_factor, those that turn 4 times are not."""
-    turns = config.rotary_length * frequencies / (2 * math.pi)  # within rotary_length
-    kept = ((turns - 1) / (4 - 1)).clamp(0, 1)
-    return kept + (1 - kept) / config.rotary_factor
+def llama3_scaling(frequencies, config):
+    """(D/2,) → (D/2,): Llama 3.1's factor for each frequency, 1 / rotary_factor for pairs with less
+    than one turn within rotary_length, 1 for pairs with at least 4, interpolated in between."""
+    turns = config.rotary_length * frequencies / (2 * math.pi)
+    smooth = ((turns - 1) / (4 - 1)).clamp(0, 1)
+    return smooth + (1 - smooth) / config.rotary_factor
 
 
 def rotate(x, cos, sin):
-    """x (B, H, T, D); cos, sin (…, T, D) of rotary_table → (B, H, T, D). A pair of channels (a, b)
-    becomes (a·cos − b·sin, b·cos + a·sin)."""
-    partners = x.roll(x.size(-1) // 2, dims=-1)  # (a, b) → (b, a)
-    return torch.addcmul(x * cos.to(x.dtype), partners, sin.to(x.dtype))
+    """x (B, H, T, D); cos, sin (…, T, D) from rotary_table → (B, H, T, D). A pair of channels
+    (a, b) becomes (a·cos − b·sin, b·cos + a·sin)."""
+    swapped = x.roll(x.size(-1) // 2, dims=-1)  # (a, b) → (b, a)
+    return torch.addcmul(x * cos.to(x.dtype), swapped, sin.to(x.dtype))
 
 
 def repeat_kv(x, n_head):
     """Repeat each key/value head for the query heads that share it: (B, KV, T, D) → (B, H, T, D).
-    torch's enable_gqa does so too, but then no fused GPU kernel takes a mask."""
+    enable_gqa would do the same, but with it no fused GPU kernel accepts a mask."""
     repeats = n_head // x.size(1)
-    return x if repeats == 1 else x.repeat_interleave(repeats, dim=1)
+    if repeats == 1:
+        return x
+    return x.repeat_interleave(repeats, dim=1)
 
 
 class Documents(NamedTuple):
-    """Several documents in each sequence, as find_documents() finds them."""
+    """The documents packed into each sequence of a batch."""
 
-    positions: torch.Tensor  # (B, T): of each token in its document
+    positions: torch.Tensor  # (B, T): position of each token within its document
     mask: torch.Tensor  # (B, 1, T, T): True where a token (row) attends to another (column)
 
 
 def find_documents(idx, bos_id):
-    """idx (B, T), the id of the token that begins each document → Documents."""
+    """idx (B, T), id of the token that starts each document → Documents."""
     columns = torch.arange(idx.size(1), device=idx.device)  # (T,)
-    # the column where each token's document begins; 0 if it began in an earlier sequence
+    # the column where each token's document starts; 0 if it started in an earlier sequence
     starts = torch.where(idx == bos_id, columns, 0).cummax(dim=1).values  # (B, T)
     visible = (columns <= columns[:, None]) & (columns >= starts[..., None])  # (B, T, T)
     return Documents(columns - starts, visible[:, None])
 
 
 class NgramEmbedding(nn.Module):
-    """An embedding of each token together with the n - 1 before it. Where the table is too small
-    for all n-grams, those with the same hash share a row (Svenstrup et al. 2017, "Hash
-    Embeddings")."""
+    """An embedding of the n-gram that ends at each token. If the table is too small for all
+    n-grams, those with the same hash share a row (Svenstrup et al. 2017, "Hash Embeddings")."""
 
     def __init__(self, config):
         super().__init__()
@@ -194,21 +196,21 @@ class NgramEmbedding(nn.Module):
         self.factor = config.vocab_size
         self.modulus = config.ngram_rows
         if config.vocab_size**self.n > config.ngram_rows:
-            # modulo a power of two an odd factor loses nothing of any token
+            # an odd factor is invertible modulo a power of two: each token changes the hash
             self.factor = 1_000_003
             self.modulus = 2**math.ceil(math.log2(config.ngram_rows))
 
     def forward(self, idx, documents=None, cache=None):
-        """idx (B, T) → (B, T, C). documents, cache: as in attention; tokens before the first one,
-        and of other documents, count as 0."""
+        """idx (B, T) → (B, T, C). documents, cache: as in attention; positions before the start of
+        the text or the document count as token 0."""
         n, T = self.n, idx.size(1)
         if cache is None:
             padded = F.pad(idx, (n - 1, 0))  # (B, n - 1 + T)
         else:
-            padded = cache.tokens.with_earlier(idx[..., None], n - 1)[..., 0]
+            padded = cache.tokens.prepend_earlier(idx[..., None], n - 1)[..., 0]
         hashes = torch.zeros_like(idx)
         for k in reversed(range(n)):
-            earlier = padded[:, n - 1 - k:n - 1 - k + T]  # (B, T): k tokens before each
+            earlier = padded[:, n - 1 - k:n - 1 - k + T]  # (B, T): the token k positions back
             if documents is not None:
                 earlier = earlier.masked_fill(documents.positions < k, 0)
             hashes = (hashes * self.factor + earlier) % self.modulus
@@ -224,26 +226,27 @@ class CausalSelfAttention(nn.Module):
         self.qkv_sizes = config.qkv_sizes
         self.c_attn = nn.Linear(config.n_embd, sum(self.qkv_sizes),
                                 bias=config.bias or config.qkv_bias)
-        self.c_attn.parts = self.qkv_sizes  # three matrices in one: Muon updates each by itself
+        self.c_attn.split_sizes = self.qkv_sizes  # Muon updates Q, K and V separately
         self.c_proj = nn.Linear(self.qkv_sizes[0], config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         self.q_norm = norm(config, config.head_size) if config.qk_norm else nn.Identity()
         self.k_norm = norm(config, config.head_size) if config.qk_norm else nn.Identity()
-        self.attention = None  # set by train.py: a faster kernel for CPUs
+        self.attention = None  # train.py sets a faster kernel for CPUs
         self.value_embedding = None
         if config.value_embeddings:
             self.value_embedding = nn.Embedding(config.padded_vocab_size, self.qkv_sizes[2])
 
     def forward(self, x, idx, rotary=None, documents=None, cache=None):
-        """x (B, T, C), computed from the tokens idx (B, T) → (B, T, C).
+        """x (B, T, C), hidden states of the tokens idx (B, T) → (B, T, C).
 
-        rotary: cos and sin for the positions of these tokens; documents: attend within each of them
-        cache: one layer of a KVCache, which holds the keys and values of the tokens before these"""
+        rotary: cos and sin at the positions of these tokens
+        documents: attend within each of them only
+        cache: one layer of a KVCache, with the keys and values of earlier tokens"""
         B, T = idx.shape
         D = self.head_size
         q, k, v = self.c_attn(x).split(self.qkv_sizes, dim=2)  # (B, T, H·D), 2 × (B, T, KV·D)
         if self.value_embedding is not None:
-            v = v + self.value_embedding(idx).to(v.dtype)  # autocast leaves embeddings alone
+            v = v + self.value_embedding(idx).to(v.dtype)  # autocast does not cast embeddings
         q = self.q_norm(q.view(B, T, -1, D)).transpose(1, 2)  # (B, H, T, D)
         k = self.k_norm(k.view(B, T, -1, D)).transpose(1, 2)  # (B, KV, T, D)
         v = v.view(B, T, -1, D).transpose(1, 2)  # (B, KV, T, D)
@@ -259,15 +262,15 @@ class CausalSelfAttention(nn.Module):
         attention = self.attention or F.scaled_dot_product_attention
         y = attention(
             q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None and cache is None,  # with a cache, None lets a token see all
+            is_causal=mask is None and cache is None,  # cached, no mask means all keys are visible
             enable_gqa=k.size(1) < self.n_head)  # (B, H, T, D)
         y = y.transpose(1, 2).flatten(2)  # (B, H, T, D) → (B, T, H·D)
         return self.resid_dropout(self.c_proj(y))
 
 
 class ShortConv(nn.Module):
-    """Adds to each token a sum of itself and the K - 1 before it, weighted channel by channel: a
-    causal, depthwise convolution (So et al. 2021, "Primer"; Allen-Zhu 2025, "Canon layers")."""
+    """A causal depthwise convolution over the last K tokens, with a residual connection (So et al.
+    2021, "Primer"; Allen-Zhu 2025, "Canon layers")."""
 
     def __init__(self, config):
         super().__init__()
@@ -276,13 +279,12 @@ class ShortConv(nn.Module):
     def forward(self, x, documents=None, cache=None):
         """x (B, T, C) → y (B, T, C), y_t = x_t + Σ_k weight_k · x_(t-k), 0 ≤ k < K. documents,
         cache: as in attention; tokens of other documents are masked."""
-        K = len(self.weight)
-        T = x.size(1)
+        K, T = len(self.weight), x.size(1)
         # (B, T, C) → (B, K - 1 + T, C)
-        padded = F.pad(x, (0, 0, K - 1, 0)) if cache is None else cache.with_earlier(x, K - 1)
+        padded = F.pad(x, (0, 0, K - 1, 0)) if cache is None else cache.prepend_earlier(x, K - 1)
         y = x
         for k, w in enumerate(self.weight.to(x.dtype)):
-            earlier = padded[:, K - 1 - k:K - 1 - k + T]  # (B, T, C): k tokens before each
+            earlier = padded[:, K - 1 - k:K - 1 - k + T]  # (B, T, C): x from k positions back
             if documents is not None:
                 earlier = earlier.masked_fill((documents.positions < k)[..., None], 0.0)
             y = torch.addcmul(y, w, earlier)
@@ -292,10 +294,10 @@ class ShortConv(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        n_matrices = 2 if config.mlp == 'swiglu' else 1  # SwiGLU: gate and up projection
+        n_matrices = 2 if config.mlp == 'swiglu' else 1  # SwiGLU: gate and up projections
         width_in = n_matrices * config.mlp_width
         self.c_fc = nn.Linear(config.n_embd, width_in, bias=config.bias)
-        self.c_fc.parts = n_matrices * (config.mlp_width,)  # Muon updates each by itself
+        self.c_fc.split_sizes = n_matrices * (config.mlp_width,)  # gate and up projection too
         self.activation = ACTIVATIONS[config.mlp]
         self.c_proj = nn.Linear(config.mlp_width, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
@@ -342,13 +344,13 @@ class GPT(nn.Module):
             cos, sin = rotary_table(config)  # 2 × (block_size, D)
             self.register_buffer('cos', cos, persistent=False)
             self.register_buffer('sin', sin, persistent=False)
-        self.loss_function = None  # set by train.py: the loss without all logits at once
+        self.loss_function = None  # train.py sets one that never holds all logits at once
         self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
-        """Draw matrices from N(0, 0.02²), as GPT-2 does. Norms start as 1, biases as 0."""
-        # added to what is there: no-ops at first
+        """Initialize matrices from N(0, 0.02²), as in GPT-2, norms to 1 and biases to 0."""
+        # These are added to other terms: zero-init makes each a no-op at first.
         zeros = ('conv.weight', 'value_embedding.weight', 'ngram.weight')
         if self.config.zero_init:
             zeros += ('c_proj.weight', 'lm_head.weight')
@@ -357,19 +359,21 @@ class GPT(nn.Module):
                 nn.init.constant_(p, 1.0 if name.endswith('weight') else 0.0)
             elif name.endswith(zeros):
                 nn.init.zeros_(p)
-            elif name.endswith('c_proj.weight'):  # 2L branches add up their variance (GPT-2, §2.3)
+            elif name.endswith('c_proj.weight'):  # 2L branches: their variances add (GPT-2, §2.3)
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer))
             else:
                 nn.init.normal_(p, std=0.02)
-            if name.endswith(ROW_PER_TOKEN):
-                p[self.config.vocab_size:] = 0.0  # the padding
+            if name.endswith(VOCAB_WEIGHTS):
+                p[self.config.vocab_size:] = 0.0  # padding
 
     def forward(self, idx, targets=None):
-        """idx (B, T) int64, T ≤ block_size → (logits (B, T, V), None). With targets (B, T), -1
-        to ignore one: (logits, mean cross-entropy in nats), 0 if all are ignored. If loss_function
-        is set, it computes the same loss from the hidden states: (None, loss)."""
+        """idx (B, T) int64, T ≤ block_size → (logits (B, T, V), None).
+
+        With targets (B, T) → (logits, mean cross-entropy in nats). Targets of -1 are ignored; if
+        all are, the loss is 0. If loss_function is set, it computes the same loss from the hidden
+        states → (None, loss)."""
         x = self.hidden(idx)  # (B, T, C)
-        if targets is not None and self.loss_function is not None:  # as in train.py
+        if targets is not None and self.loss_function is not None:
             return None, self.loss_function(x, self.lm_head.weight, self.config.vocab_size, targets)
         logits = self.logits(x)  # (B, T, V)
         if targets is None:
@@ -379,10 +383,11 @@ class GPT(nn.Module):
         return logits, total / (targets != -1).sum().clamp(min=1)
 
     def hidden(self, idx, cache=None):
-        """idx (B, T) → (B, T, C), from which the head predicts each next token. cache: a KVCache of
-        plaingpt/inference/generation.py with the tokens before these; these are appended to it."""
-        assert idx.size(1) <= self.config.block_size, f'more than {self.config.block_size} tokens'
-        positions = slice(idx.size(1))  # or (T,), or (B, T): indices of position embeddings
+        """idx (B, T) → the final hidden states (B, T, C), which are the input of the head. cache: a
+        KVCache (plaingpt/inference/generation.py) of earlier tokens, to which these are added."""
+        block_size = self.config.block_size
+        assert idx.size(1) <= block_size, f'{idx.size(1)} tokens exceed block_size={block_size}'
+        positions = slice(idx.size(1))  # or a tensor (T,) or (B, T): indexes position embeddings
         documents = None
         layer_caches = [None] * len(self.transformer.h)
         if cache is not None:
@@ -394,10 +399,10 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx)  # (B, T, C)
         if self.config.ngram_rows:
             x = x + self.transformer.ngram(idx, documents, cache)  # (B, T, C)
-        rotary = None
         if self.config.learned_positions:
             x = x + self.transformer.wpe.weight[positions]  # (B, T, C) + (T, C) or (B, T, C)
-        if self.config.rotary:  # 2 × (1, T, D), or (B, 1, T, D) where the rows' positions differ
+        rotary = None
+        if self.config.rotary:  # 2 × (1, T, D), or (B, 1, T, D) if positions differ between rows
             rotary = self.cos[positions].unsqueeze(-3), self.sin[positions].unsqueeze(-3)
         x = self.transformer.drop(x)
         device = x.device.type
@@ -408,18 +413,23 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x)
 
     def logits(self, x):
-        """(…, C) → (…, V). The padding of the vocabulary is sliced off: no caller sees it."""
+        """Hidden states (…, C) → logits (…, V), without the padding of the vocabulary."""
         return self.lm_head(x)[..., :self.config.vocab_size]
 
     def num_parameters(self, without=()):
-        """Parameters of the model as published: tied weights count once, padding does not.
-        without: the ends of names that do not count"""
-        return sum(p[:self.config.vocab_size].numel() if name.endswith(ROW_PER_TOKEN) else p.numel()
-                   for name, p in self.named_parameters() if not name.endswith(without))
+        """Number of parameters. Tied weights count once, and the padding of the vocabulary does not
+        count. without: suffixes of the names of parameters to leave out"""
+        total = 0
+        for name, p in self.named_parameters():
+            if name.endswith(VOCAB_WEIGHTS):
+                p = p[:self.config.vocab_size]
+            if not name.endswith(without):
+                total += p.numel()
+        return total
 
     def flops_per_token(self):
         """FLOPs to train on one token, forward and backward (PaLM, appendix B): 6 for each weight
-        in a matmul and 12·L·H·D·T for attention. Looking up an embedding is not a matmul."""
+        in a matmul, plus 12·L·H·D·T for attention. Embedding lookups are not matmuls."""
         c = self.config
         embeddings = ('wpe.weight', 'value_embedding.weight', 'ngram.weight')
         if not c.tied_head:
@@ -431,23 +441,23 @@ class GPT(nn.Module):
         assert block_size <= self.config.block_size
         self.config = replace(self.config, block_size=block_size)
         if self.config.learned_positions:
-            kept = self.transformer.wpe.weight[:block_size].detach()
-            self.transformer.wpe = nn.Embedding.from_pretrained(kept, freeze=False)
+            cropped = self.transformer.wpe.weight[:block_size].detach()
+            self.transformer.wpe = nn.Embedding.from_pretrained(cropped, freeze=False)
         if self.config.rotary:
             self.cos, self.sin = self.cos[:block_size].clone(), self.sin[:block_size].clone()
 
     @classmethod
     def from_pretrained(cls, source):
-        """Pretrained weights → GPT, in eval mode. source: 'gpt2', 'gpt2-medium', 'gpt2-large',
-        'gpt2-xl', OWNER/NAME on the hub, a folder in the Hugging Face layout, a run's out_dir, or
-        a ckpt.pt of nanoGPT. Needs plaingpt/ beside this file."""
+        """A GPT with pretrained weights, in eval mode. source: 'gpt2', 'gpt2-medium', 'gpt2-large',
+        'gpt2-xl', OWNER/NAME on the Hugging Face Hub, a folder in its layout, the out_dir of a run,
+        or nanoGPT's ckpt.pt. Needs plaingpt/ beside this file."""
         from plaingpt.training.open_weights import make_model, open_weights
         return make_model(open_weights(source))
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
-        """Append `max_new_tokens` sampled tokens to idx (B, T) → (B, T + max_new_tokens); at
-        temperature 0 the most likely ones. plaingpt/inference does so several times as fast."""
+        """Append `max_new_tokens` sampled tokens to idx (B, T) → (B, T + max_new_tokens).
+        temperature 0 is greedy. plaingpt/inference is several times faster, with a KV cache."""
         for _ in range(max_new_tokens):
             x = self.hidden(idx[:, -self.config.block_size:])  # (B, T, C)
             logits = self.logits(x[:, -1])  # (B, V)

@@ -18,93 +18,98 @@ from typing import Annotated, Literal
 
 from configurator import load_config
 from plaingpt.data.tokenizers import is_chat
-from plaingpt.inference.text_generator import Sampling, list_stops, print_text
+from plaingpt.inference.text_generator import Sampling, list_stop_strings, print_text
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.training.open_weights import GeneratorChoice, open_generator
 
+ESCAPE = re.compile(r'\\(?:[nrt\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})')
+
 
 def unescape(text):
-    r"""Text as it was typed → with its escapes read: \n \r \t \\ \x41 \u00e9. Any other backslash
-    stays as it is."""
-    return re.sub(r'\\(?:[nrt\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})',
-                  lambda found: ast.literal_eval(f"'{found[0]}'"), text)
+    r"""Replace the escapes \n \r \t \\ \x41 \u00e9 in a command-line value by their characters. Any
+    other backslash stays."""
+    def character(match):
+        return ast.literal_eval(f"'{match[0]}'")
+    return ESCAPE.sub(character, text)
 
 
-def read_start(text):
+def parse_start(text):
     return text if text.startswith('FILE:') else unescape(text)
 
 
-def read_stop(text):
-    return text if text.startswith('[') else unescape(text)  # JSON has escapes of its own
+def parse_stop(text):
+    return text if text.startswith('[') else unescape(text)  # JSON has its own escapes
 
 
 @dataclass
 class SampleConfig(Sampling, GeneratorChoice):
     # prompts
-    start: Annotated[str, read_start] = '\n'  # the prompt, with \n, \t, \x41; or FILE:path of one
-    stop: Annotated[str, read_stop] = ''  # end before this text; or a JSON list: ["\n\n", "User:"]
-    num_samples: int = 10  # samples to draw
-    chat: bool = False  # talk with the model at the terminal instead
-    system: Annotated[str, unescape] = ''  # what a chat's assistant is told at the start
+    start: Annotated[str, parse_start] = '\n'  # prompt (may contain \n, \t, \x41), or FILE:path
+    stop: Annotated[str, parse_stop] = ''  # stop string, or a JSON list: ["\n\n", "User:"]
+    num_samples: int = 10  # number of samples
+    chat: bool = False  # chat with the model in the terminal
+    system: Annotated[str, unescape] = ''  # system prompt of the chat
     # system
-    stream: bool = False  # print each sample as it is written
-    batch_size: int = 8  # samples at a time; changes the speed alone
-    compile: Literal['auto'] | bool = False  # torch.compile the model for single tokens
+    stream: bool = False  # print each sample as it is generated
+    batch_size: int = 8  # samples per batch; affects speed only
+    compile: Literal['auto'] | bool = False  # use torch.compile for single-token steps
 
     above_0 = (*Sampling.above_0, 'num_samples', 'batch_size')
 
     def conflicts(self):
-        found = []
+        conflicts = []
         if self.system and not self.chat:
-            found.append(f'system={self.system}: goes with --chat')
+            conflicts.append(f'system={self.system}: has no effect without --chat')
         try:
-            self.stops()
+            self.stop_strings()
         except (UserError, ValueError):
-            found.append(f'stop={self.stop}: not a JSON list of texts, as ["\\n\\n", "User:"]')
-        return found
+            conflicts.append(f'stop={self.stop}: expected a string or a JSON list of strings, '
+                             'such as ["\\n\\n", "User:"]')
+        return conflicts
 
-    def stops(self):
-        """The stop strings as a list. Raises UserError or ValueError where they are not one."""
-        return list_stops(json.loads(self.stop) if self.stop.startswith('[') else self.stop)
+    def stop_strings(self):
+        """The stop strings as a list. Raises UserError or ValueError if they are malformed."""
+        stop = self.stop
+        if stop.startswith('['):
+            stop = json.loads(stop)
+        return list_stop_strings(stop)
 
 
-def write_samples(generator, config):
+def print_samples(generator, config):
     start = config.start
     if start.startswith('FILE:'):
         from plaingpt.data.text_files import read_text
         start = read_text(start.removeprefix('FILE:'))
     prompt = generator.encode(start, 'start')
-    at_a_time = 1 if config.stream else config.batch_size
-    for first in range(0, config.num_samples, at_a_time):
-        numbers = range(config.num_samples)[first:first + at_a_time]
-        if config.stream:
-            write_now = partial(print_text, end='')
-            write_now(f'---------------\n{start}')
-            generator.write([prompt], numbers, config, config.stops(), write_now)
+    stop = config.stop_strings()
+    if config.stream:
+        for i in range(config.num_samples):
+            print_text(f'---------------\n{start}', end='')
+            generator.generate_texts([prompt], [i], config, stop, partial(print_text, end=''))
             print()
-            continue
-        texts = generator.write([prompt] * len(numbers), numbers, config, config.stops())
+        return
+    for first in range(0, config.num_samples, config.batch_size):
+        indices = range(first, min(first + config.batch_size, config.num_samples))
+        texts = generator.generate_texts([prompt] * len(indices), indices, config, stop)
         for text in texts:
             print_text(f'---------------\n{start}{text}')
 
 
 # -----------------------------------------------------------------------------
-# a chat at the terminal
+# chat in the terminal
 
 
-def run_chat(generator, settings):
-    """Read messages and answer them until /quit or the end of input.
-
-    settings: a SampleConfig of sample.py
-    Raises UserError for a model that was not tuned on conversations.
-    """
+def run_chat(generator, config):
+    """Answer messages from the terminal until /quit or Ctrl-D. Raises UserError if the model was
+    not fine-tuned on conversations."""
     if not is_chat(generator.tokenizer):
-        raise UserError('this model was not tuned on conversations: --start="A text" lets it go on '
-                        'from a text, and docs/chat.md says how to tune it')
-    with suppress(ImportError):  # Windows' terminal edits lines itself
+        raise UserError('--chat: this model was not fine-tuned on conversations; use --start="Some '
+                        'text" to continue a text, or see docs/chat.md for fine-tuning')
+    with suppress(ImportError):  # not on Windows, whose terminal has line editing
         import readline  # noqa: F401  (gives input() line editing and history)
-    print('/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer')
-    messages = start = [{'role': 'system', 'content': settings.system}]
+    print('/reset clears the conversation, /quit exits, Ctrl-C stops the answer')
+    system = {'role': 'system', 'content': config.system}
+    messages = [system]
     while True:
         try:
             line = input('> ')
@@ -112,34 +117,35 @@ def run_chat(generator, settings):
             print()
             return
         except KeyboardInterrupt:
-            print('\n/quit or Ctrl-D leaves')
+            print('\ntype /quit or press Ctrl-D to exit')
             continue
         if line == '/quit':
             return
         if line == '/reset':
-            messages = start
+            messages = [system]
         elif line.strip():
-            asked = [*messages, {'role': 'user', 'content': line}]
+            conversation = [*messages, {'role': 'user', 'content': line}]
             try:
-                answer = write_answer(generator, asked, settings)
-            except UserError as problem:  # the message is forgotten
-                print(problem)
+                answer = print_answer(generator, conversation, config)
+            except UserError as e:  # the message is dropped
+                print(e)
             else:
-                messages = [*asked, {'role': 'assistant', 'content': answer}]
+                messages = [*conversation, {'role': 'assistant', 'content': answer}]
 
 
-def write_answer(generator, messages, settings):
-    """Print the answer to the last of `messages` as it comes; Ctrl-C ends it → the answer. Raises
-    UserError where the model cannot read the messages."""
-    ids, sampling = generator.prepare_answer(messages, settings)
+def print_answer(generator, messages, config):
+    """Print the answer to `messages` as it is generated → the answer; Ctrl-C ends it early. Raises
+    UserError if the messages are too long."""
+    ids, sampling = generator.prepare_answer(messages, config)
     pieces = []
 
-    def show(piece):
+    def on_text(piece):
         pieces.append(piece)
         print_text(piece, end='')
 
-    try:  # each answer draws random numbers of its own
-        generator.write([ids], [len(messages)], sampling, settings.stops(), show)
+    try:
+        generator.generate_texts(  # the index gives each answer its own random numbers
+            [ids], [len(messages)], sampling, config.stop_strings(), on_text)
     except KeyboardInterrupt:
         print(' …', end='')
     print()
@@ -152,10 +158,11 @@ def main(argv):
     if config.chat:
         run_chat(generator, config)
     else:
-        write_samples(generator, config)
+        print_samples(generator, config)
     if generator.tokens:
+        tokens_per_s = generator.tokens / generator.seconds
         print(f'{generator.tokens:,} tokens in {generator.seconds:.1f} s: '
-              f'{generator.tokens / generator.seconds:,.0f} tokens/s', file=sys.stderr)
+              f'{tokens_per_s:,.0f} tokens/s', file=sys.stderr)
 
 
 if __name__ == '__main__':

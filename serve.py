@@ -1,10 +1,10 @@
-"""Answer requests over HTTP as OpenAI's API does, one after another.
+"""Serve a model over HTTP with OpenAI's API, one request at a time.
 
     python serve.py out
 
-/v1/chat/completions takes `messages`, and /v1/completions a `prompt`; both take stream, stop,
-max_tokens, temperature, top_p, seed, and of sample.py top_k and repetition_penalty. Other options
-of OpenAI's API are accepted where they ask for nothing, such as n=1, and refused otherwise.
+/v1/chat/completions takes `messages` and /v1/completions takes a `prompt`. Both take stream, stop,
+max_tokens, temperature, top_p and seed, and top_k and repetition_penalty as in sample.py. Other
+options of OpenAI's API are accepted only with values that change nothing, such as n=1.
 """
 
 import asyncio
@@ -18,21 +18,22 @@ from copy import copy
 from dataclasses import dataclass
 
 from configurator import checked, load_config
-from plaingpt.inference.text_generator import Sampling, list_stops
+from plaingpt.inference.text_generator import Sampling, list_stop_strings
 from plaingpt.system.errors import UserError, needs, run_script
 from plaingpt.system.formatting import printable
 from plaingpt.training.open_weights import GeneratorChoice, open_generator
 
 LOOPBACK = re.compile(r'[\w+.-]+://(localhost|127\.0\.0\.1|::1|\[::1\])(:\d+)?', re.IGNORECASE)
-WAITING = 16  # requests that wait for the one that is answered; more are refused
-SECONDS = 10  # for the headers of a request to arrive, and again for its body
-MAX_BYTES = 2**20  # in a body
-MAX_STOP = 1000  # characters in all stop strings together
-UNREAD = 10_000  # pieces of a stream: a client that leaves more of them unread has left
-OURS = {'max_tokens': 'max_new_tokens', 'max_completion_tokens': 'max_new_tokens'}  # OpenAI's names
+MAX_QUEUED = 16  # requests that wait for the current one; more are refused
+REQUEST_TIMEOUT = 10  # seconds for the headers of a request, and again for its body
+MAX_BODY_BYTES = 2**20
+MAX_STOP_CHARS = 1000  # in all stop strings of a request together
+MAX_UNREAD = 10_000  # pieces of a stream; a client with more of them unread has disconnected
+# OpenAI's names → ours
+SAMPLING_NAMES = {'max_tokens': 'max_new_tokens', 'max_completion_tokens': 'max_new_tokens'}
 IGNORED = ('model', 'user', 'metadata', 'store', 'service_tier', 'parallel_tool_calls',
            'safety_identifier', 'prompt_cache_key')
-ACCEPTED = {  # values of OpenAI's options; others ask for what this server does not do
+ACCEPTED = {  # option of OpenAI's API → values that change nothing; all others are refused
     'stream_options': [{}, {'include_usage': False}, {'include_usage': True}],
     'stream': [False, True], 'n': [1], 'best_of': [1], 'presence_penalty': [0],
     'frequency_penalty': [0], 'logprobs': [False], 'top_logprobs': [0], 'logit_bias': [{}],
@@ -42,8 +43,8 @@ ACCEPTED = {  # values of OpenAI's options; others ask for what this server does
 
 @dataclass
 class ServeConfig(GeneratorChoice):
-    host: str = '127.0.0.1'  # 0.0.0.0 for other machines, with PLAINGPT_API_KEY in the environment
-    port: int = 8000  # 0 for a free one
+    host: str = '127.0.0.1'  # 0.0.0.0: serve other machines; requires PLAINGPT_API_KEY to be set
+    port: int = 8000  # 0: a free port
 
     def out_of_range(self):
         return [] if 0 <= self.port < 65536 else [f'port={self.port}: must be from 0 to 65535']
@@ -51,23 +52,26 @@ class ServeConfig(GeneratorChoice):
 
 class Server:
     def __init__(self, generator, key):
-        self.generator, self.key = generator, key
-        # Whoever knows the key may come from anywhere: a browser does not send it by itself.
+        self.generator = generator
+        self.key = key
+        # With a key any origin is allowed, because browsers do not send the key on their own.
         self.allowed = re.compile('.*') if key else LOOPBACK
-        self.room, self.writer = asyncio.Semaphore(1 + WAITING), ThreadPoolExecutor(1)
+        self.queue = asyncio.Semaphore(1 + MAX_QUEUED)
+        self.executor = ThreadPoolExecutor(1)
 
     def check_access(self, request):
-        """Refuse web pages of others, and whoever does not know the key."""
+        """Refuse requests from other machines and websites, and those without the key if one is
+        set."""
         from starlette.exceptions import HTTPException
         host, origin = request.headers.get('host', ''), request.headers.get('origin')
         key = request.headers.get('authorization', '').removeprefix('Bearer ')
-        how = 'only this machine is served: to serve others, start with a PLAINGPT_API_KEY'
+        advice = 'only this machine is served; to serve others, set PLAINGPT_API_KEY'
         if not self.allowed.fullmatch(f'http://{host}'):
-            raise HTTPException(400, f'Host {host}: {how}')
+            raise HTTPException(400, f'Host: {host}: {advice}')
         if origin and not self.allowed.fullmatch(origin):
-            raise HTTPException(403, f'Origin {origin}: {how}')
+            raise HTTPException(403, f'Origin: {origin}: {advice}')
         if self.key and not secrets.compare_digest(key.encode(), self.key.encode()):
-            raise HTTPException(401, 'wrong or no API key: send "Authorization: Bearer KEY"')
+            raise HTTPException(401, 'API key: missing or wrong; send "Authorization: Bearer KEY"')
 
     async def models(self, request):
         from starlette.responses import JSONResponse
@@ -79,106 +83,129 @@ class Server:
         from starlette.exceptions import HTTPException
         from starlette.requests import Request
         from starlette.responses import StreamingResponse
-        request, body = Request(scope, receive), bytearray()
-        async with asyncio.timeout(SECONDS):
-            async for chunk in request.stream():  # to its end: before, no client reads an answer
-                body += chunk if len(body) <= MAX_BYTES else b''
+        request = Request(scope, receive)
+        body = bytearray()
+        async with asyncio.timeout(REQUEST_TIMEOUT):
+            async for chunk in request.stream():  # read it all: clients send before they read
+                if len(body) <= MAX_BODY_BYTES:
+                    body += chunk
         self.check_access(request)
         if request.headers.get('content-type', '').split(';')[0].lower() != 'application/json':
             raise HTTPException(415, 'send the header "Content-Type: application/json"')
-        if len(body) > MAX_BYTES:
-            raise HTTPException(413, f'the body has more than {MAX_BYTES:,} bytes')
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(413, f'the body has more than {MAX_BODY_BYTES:,} bytes')
         completion = await asyncio.to_thread(
             Completion, copy(self.generator), 'chat' in scope['path'], body)
-        if self.room.locked():
-            raise HTTPException(429, 'too many requests wait: try again later')
-        await self.room.acquire()
+        if self.queue.locked():
+            raise HTTPException(429, 'too many requests are queued; try again later')
+        await self.queue.acquire()
         loop = asyncio.get_running_loop()
-        writing = loop.run_in_executor(self.writer, completion.write, loop, self.uvicorn)
-        writing.add_done_callback(lambda _: self.room.release())
-        kind = 'text/event-stream' if completion.stream else 'application/json'
-        try:  # Starlette ends a stream whose client leaves. So a text in one piece streams, too.
-            response = StreamingResponse(completion.respond(writing), media_type=kind)
+        future = loop.run_in_executor(self.executor, completion.generate, loop, self.uvicorn)
+        future.add_done_callback(lambda _: self.queue.release())
+        media_type = 'text/event-stream' if completion.stream else 'application/json'
+        # Always a StreamingResponse: Starlette cancels it if the client disconnects.
+        response = StreamingResponse(completion.respond(future), media_type=media_type)
+        try:
             await response(scope, receive, send)
         finally:
             completion.generator.cancelled = True
-            writing.cancel()
+            future.cancel()
 
 
 class Completion:
     def __init__(self, generator, is_chat, body):
-        """generator: its `tokens` are those of this text; body: JSON. Raises UserError."""
-        self.generator, self.is_chat, self.pieces = generator, is_chat, asyncio.Queue()
-        try:
-            given = json.loads(body)
-            json.dumps(given, ensure_ascii=False).encode()  # fails for half a character
-            given = {OURS.get(name, name): value for name, value in given.items()
-                     if value is not None and name not in IGNORED}
-        except (AttributeError, ValueError, RecursionError):
-            raise UserError('the body must be a JSON object of Unicode text') from None
-        self.stream = given.get('stream', False)
-        self.include_usage = given.get('stream_options') == {'include_usage': True}
-        for name in ACCEPTED.keys() & given.keys():
-            if (value := given.pop(name)) not in ACCEPTED[name]:
+        """generator: a copy for this request; body: JSON. Raises UserError."""
+        self.generator = generator
+        self.is_chat = is_chat
+        self.pieces = asyncio.Queue()
+        options = parse_options(body)
+        self.stream = options.get('stream', False)
+        self.include_usage = options.get('stream_options') == {'include_usage': True}
+        for name in ACCEPTED.keys() & options.keys():
+            value = options.pop(name)
+            if value not in ACCEPTED[name]:
                 raise UserError(f'{name!r}={value!r:.99}: expected one of {ACCEPTED[name]}')
-        self.stop = list_stops(given.pop('stop', ''))
-        if sum(map(len, self.stop)) > MAX_STOP:
-            raise UserError(f'stop: expected at most {MAX_STOP:,} characters')
-        prompt = given.pop('messages' if is_chat else 'prompt', '')
-        self.sampling = checked(Sampling, {'temperature': 1.0, 'top_k': 0,  # as OpenAI has it
-                                           'seed': secrets.randbits(62), **given})
+        self.stop = list_stop_strings(options.pop('stop', ''))
+        if sum(map(len, self.stop)) > MAX_STOP_CHARS:
+            raise UserError(f'stop: expected at most {MAX_STOP_CHARS:,} characters')
+        prompt = options.pop('messages' if is_chat else 'prompt', '')
+        openai_defaults = {'temperature': 1.0, 'top_k': 0, 'seed': secrets.randbits(62)}
+        self.sampling = checked(Sampling, openai_defaults | options)
         if is_chat:
             self.ids, self.sampling = generator.prepare_answer(prompt, self.sampling)
         else:
             self.ids = generator.encode(prompt, 'prompt')
 
-    def write(self, loop, server):
-        """→ the text, which ends early where the client has left or the server ends."""
-        def show(piece):
+    def generate(self, loop, server):
+        """→ the text. Stops early if the client disconnects or the server shuts down."""
+        def on_text(piece):
             if self.stream:
                 loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
-            if server.should_exit or self.pieces.qsize() > UNREAD:
+            if server.should_exit or self.pieces.qsize() > MAX_UNREAD:
                 self.generator.cancelled = True
-        return self.generator.write([self.ids], [0], self.sampling, self.stop, show)[0]
+        [text] = self.generator.generate_texts([self.ids], [0], self.sampling, self.stop, on_text)
+        return text
 
-    async def respond(self, writing):
-        """Yield the body of a response while `writing`, a future of write(), is under way."""
-        writing.add_done_callback(lambda _: self.pieces.put_nowait(''))
-        head = {'id': secrets.token_hex(16), 'created': int(time.time()), 'model': 'plaingpt'}
-
-        def response(text, reason=None, usage=None, **role):
-            kind, said = 'text_completion', {'text': text}
-            if self.is_chat:
-                kind = 'chat.completion.chunk' if self.stream else 'chat.completion'
-                said = {'delta' if self.stream else 'message': {**role, 'content': text}}
-            choice = {'index': 0, **said, 'finish_reason': reason}
-            found = json.dumps({**head, 'object': kind, 'usage': usage,
-                                'choices': [] if self.stream and usage else [choice]})
-            return f'data: {found}\n\n' if self.stream else found
-
+    async def respond(self, future):
+        """Yield the body of the response. future: the result of generate(), which is running"""
+        future.add_done_callback(lambda _: self.pieces.put_nowait(''))
+        self.header = {'id': secrets.token_hex(16), 'created': int(time.time()),
+                       'model': 'plaingpt'}
         if self.stream:
-            yield response('', role='assistant')
+            yield self.format('', role='assistant')
             while piece := await self.pieces.get():
-                yield response(piece)
-        text, tokens = await writing, self.generator.tokens
+                yield self.format(piece)
+        text = await future
+        tokens = self.generator.tokens
         if self.generator.cancelled:
-            return  # without an end, which the text has not
+            return  # no finish_reason: the text is incomplete
         reason = 'length' if tokens == self.sampling.max_new_tokens else 'stop'
         usage = {'prompt_tokens': len(self.ids), 'completion_tokens': tokens,
                  'total_tokens': len(self.ids) + tokens}
-        if self.stream:
-            yield response('', reason)
-            if self.include_usage:
-                yield response('', usage=usage)
-            yield 'data: [DONE]\n\n'
+        if not self.stream:
+            yield self.format(text, reason, usage, role='assistant')
+            return
+        yield self.format('', reason)
+        if self.include_usage:
+            yield self.format('', usage=usage)
+        yield 'data: [DONE]\n\n'
+
+    def format(self, text, reason=None, usage=None, **role):
+        """A response object, or a chunk of a stream, as text."""
+        if not self.is_chat:
+            object_type = 'text_completion'
+            content = {'text': text}
+        elif self.stream:
+            object_type = 'chat.completion.chunk'
+            content = {'delta': {**role, 'content': text}}
         else:
-            yield response(text, reason, usage, role='assistant')
+            object_type = 'chat.completion'
+            content = {'message': {**role, 'content': text}}
+        choices = [{'index': 0, **content, 'finish_reason': reason}]
+        if self.stream and usage:
+            choices = []
+        response = json.dumps(
+            {**self.header, 'object': object_type, 'usage': usage, 'choices': choices})
+        return f'data: {response}\n\n' if self.stream else response
 
 
-def problem(request, error):
-    """The response to a mistake of the client."""
+def parse_options(body):
+    """The JSON body of a request → its options by our names, without null and ignored ones. Raises
+    UserError."""
+    try:
+        options = json.loads(body)
+        json.dumps(options, ensure_ascii=False).encode()  # fails for unpaired surrogates
+        return {SAMPLING_NAMES.get(name, name): value for name, value in options.items()
+                if value is not None and name not in IGNORED}
+    except (AttributeError, ValueError, RecursionError):
+        raise UserError('the body must be a JSON object of Unicode text') from None
+
+
+def error_response(request, error):
+    """The response to an invalid request."""
     from starlette.responses import JSONResponse
-    message = getattr(error, 'detail', str(error)) or f'it took more than {SECONDS} s to arrive'
+    message = getattr(error, 'detail', str(error))
+    message = message or f'the request took longer than {REQUEST_TIMEOUT} s to arrive'
     body = {'message': printable(message)[:1000], 'type': 'invalid_request_error'}
     return JSONResponse({'error': body}, getattr(error, 'status_code', 400))
 
@@ -187,9 +214,10 @@ def main(argv):
     config = load_config(ServeConfig, argv, __doc__, positional='out_dir')
     key = os.environ.get('PLAINGPT_API_KEY', '')
     if not key and not LOOPBACK.fullmatch(f'http://{config.host}'):
-        raise UserError(f'host={config.host} takes a PLAINGPT_API_KEY in the environment')
-    if not re.fullmatch('[!-~]*', key):  # a header can hold it
-        raise UserError('PLAINGPT_API_KEY: use ASCII letters, digits and signs, and no spaces')
+        raise UserError(f'host={config.host}: other machines need a key; set PLAINGPT_API_KEY in '
+                        'the environment')
+    if not re.fullmatch('[!-~]*', key):  # what an HTTP header can hold
+        raise UserError('PLAINGPT_API_KEY: use only ASCII letters, digits and punctuation')
     with needs('starlette uvicorn', 'serve.py'):
         import uvicorn
         from starlette.applications import Starlette
@@ -201,12 +229,16 @@ def main(argv):
     class Connection(AutoHTTPProtocol):
         def connection_made(self, transport):
             super().connection_made(transport)
-            self.loop.call_later(SECONDS, lambda: self.cycle or transport.close())  # no request yet
+            self.loop.call_later(REQUEST_TIMEOUT, self.close_if_idle)
+
+        def close_if_idle(self):
+            if not self.cycle:  # no request so far
+                self.transport.close()
 
     server = Server(open_generator(config), key)
-    mistakes = (UserError, HTTPException, TimeoutError, ClientDisconnect, RecursionError,
-                ValueError)  # of tiktoken, for a million spaces
-    app = Starlette(exception_handlers=dict.fromkeys(mistakes, problem))
+    client_errors = (UserError, HTTPException, TimeoutError, ClientDisconnect, RecursionError,
+                     ValueError)  # tiktoken raises it for a million spaces
+    app = Starlette(exception_handlers=dict.fromkeys(client_errors, error_response))
     app.add_route('/v1/models', server.models)
     for path in '/v1/chat/completions', '/v1/completions':
         app.add_route(path, server, ['POST'])

@@ -1,25 +1,25 @@
-"""plainGPT in Python: `plaingpt.load('out')` opens a model of any kind."""
+"""plainGPT as a library: `plaingpt.load('out')` loads a model."""
 
 __version__ = '1.0'
 
 
 def load(source, checkpoint='best', tokenizer='auto', device='auto'):
-    """Open a model → a TextGenerator, whose `generate(prompt)` writes text. Its `model` is a GPT
-    like any other, in float32, to look into or to train on; its `tokenizer` encodes and decodes.
+    """Load a model → a TextGenerator, whose `generate(prompt)` returns text. Its `model` is a GPT
+    in float32, for inspection or further training; its `tokenizer` encodes and decodes.
 
-    source: the out_dir of a run, the folder of one of its checkpoints, a folder of transformers,
-    nanoGPT's ckpt.pt, or gpt2, gpt2-medium, gpt2-large, gpt2-xl, which are downloaded once
-    checkpoint: of a run: best, latest or an iteration
-    tokenizer: 'auto' for the model's own, or gpt2, byte, a prepared dataset, a run or a model whose
-        to take
+    source: the out_dir of a run, one of its checkpoints, a folder in the Hugging Face layout,
+        nanoGPT's ckpt.pt, OWNER/NAME on the hub, or gpt2, gpt2-medium, gpt2-large or gpt2-xl
+    checkpoint: which one of a run: best, latest or an iteration
+    tokenizer: 'auto' for the model's own; or gpt2, byte, or the name of a prepared dataset, run or
+        model that has it
     Raises UserError.
     """
-    # Imported here, so that `import plaingpt` does not wait for torch.
+    # Imported here, so that `import plaingpt` does not import torch.
     from plaingpt.inference.text_generator import TextGenerator
     from plaingpt.system.devices import choose_device
     from plaingpt.training.open_weights import ModelChoice
     from plaingpt.training.open_weights import load as load_model
     device, _ = choose_device(device)
     choice = ModelChoice(str(source), checkpoint=checkpoint, tokenizer=str(tokenizer))
-    model, its_tokenizer, _ = load_model(choice)
-    return TextGenerator(model.to(device), its_tokenizer)
+    model, loaded_tokenizer, _ = load_model(choice)
+    return TextGenerator(model.to(device), loaded_tokenizer)

@@ -1,4 +1,4 @@
-"""Weights that were read: their rows, tokens that are new, numbers that are not finite."""
+"""Loading weights: copying rows, initializing new tokens, finding NaN and infinity."""
 
 import torch
 
@@ -6,7 +6,7 @@ from model import GPTConfig
 from plaingpt.system.distributed import local_rows
 from plaingpt.system.errors import UserError
 
-# OpenAI's models (Radford et al. 2019, table 2). GPTConfig's defaults are the smallest one.
+# OpenAI's GPT-2 (Radford et al. 2019, table 2); GPTConfig's defaults are the smallest
 PRETRAINED = {'gpt2': GPTConfig(),
               'gpt2-medium': GPTConfig(n_layer=24, n_head=16, n_embd=1024),
               'gpt2-large': GPTConfig(n_layer=36, n_head=20, n_embd=1280),
@@ -14,34 +14,36 @@ PRETRAINED = {'gpt2': GPTConfig(),
 
 
 def copy_rows(tensor, start, source):
-    """Copy the rows of `source` to those of a tensor from `start` on. source[a:b] reads only some
-    rows: for a sharded tensor only those that this process has."""
+    """Copy `source` to the rows of a tensor from `start` on. For a sharded tensor, only the rows of
+    this process are read. source: a tensor, or a slice of a safetensors file"""
     shape = source.get_shape() if hasattr(source, 'get_shape') else source.shape
     if not shape:
         tensor.copy_(source[...])
         return
-    mine, first = local_rows(tensor)
-    a, b = max(first, start), min(first + len(mine), start + shape[0])
-    if a < b:
-        mine[a - first:b - first].copy_(source[a - start:b - start])
+    local, first = local_rows(tensor)
+    begin, end = max(first, start), min(first + len(local), start + shape[0])
+    if begin < end:
+        local[begin - first:end - first].copy_(source[begin - start:end - start])
 
 
-def begin_new_tokens(p, mean, known, vocab_size):
-    """Let the rows of an embedding or a head from `known` on be those of new tokens, which begin as
-    the mean, (C,), of the others; those behind vocab_size pad it."""
-    mine, first = local_rows(p)
-    mine[max(known - first, 0):] = 0.0
-    mine[max(known - first, 0):max(vocab_size - first, 0)] = mean.to(mine)
+def init_new_tokens(p, mean, old_vocab_size, vocab_size):
+    """Set the rows of new tokens, from old_vocab_size to vocab_size, to `mean` (C,), and the
+    padding behind them to 0. p: an embedding or head"""
+    local, first = local_rows(p)
+    begin, end = max(old_vocab_size - first, 0), max(vocab_size - first, 0)
+    local[begin:] = 0.0
+    local[begin:end] = mean.to(local)
 
 
-def check_finite(model, source, advice='take it from where it came again'):
-    """Raise UserError that names a weight which is NaN or infinite."""
-    if broken := not_finite(model):
-        raise UserError(f'{source}: {broken[0]} is not finite: {advice}')
+def check_finite(model, source, advice='download or copy it again'):
+    """Raise UserError that names a weight with NaN or infinity."""
+    names = nonfinite_weights(model)
+    if names:
+        raise UserError(f'{source}: {names[0]} is not finite; {advice}')
 
 
-def not_finite(model):
-    """Names of the weights of this process that are NaN or infinite. Waits for the device, once."""
+def nonfinite_weights(model):
+    """Names of the weights with NaN or infinity in this process. Waits for the device once."""
     weights = dict(model.named_parameters())
     finite = torch.stack([local_rows(p)[0].isfinite().all() for p in weights.values()]).tolist()
-    return [name for name, fine in zip(weights, finite, strict=True) if not fine]
+    return [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]

@@ -40,8 +40,8 @@ MISTAKES = {
         'plaingpt/training/schedules.py', '0.5 * (1 + math.cos(', '0.5 * (1 - math.cos(',
         'training/test_schedules.py::test_the_learning_rate_falls_on_a_cosine_after_a_warmup'),
     'cached positions are off by one': (
-        'plaingpt/inference/generation.py', 'else slice(begin, self.end)',
-        'else slice(begin + 1, self.end + 1)',
+        'plaingpt/inference/generation.py', 'self.new = slice(begin, self.end)',
+        'self.new = slice(begin + 1, self.end + 1)',
         'inference/test_generation.py::test_cached_text_is_that_of_whole_forward_passes'),
     'the loss is also over what users say': (
         'plaingpt/data/packing.py', 'targets[torch.from_numpy(~loss_mask[:, 1:])] = -1', 'pass',

@@ -64,7 +64,7 @@ READ = 'a\nb\tc\\n' + r'Aé \q \u12' + '\\'
 def test_escapes_are_read_where_they_are_typed():
     config = load_config(sample.SampleConfig, [f'--start={TYPED}', f'--stop={TYPED}'])
     assert config.start == READ
-    assert config.stops() == [READ]
+    assert config.stop_strings() == [READ]
 
 
 def test_a_path_has_no_escapes():
@@ -72,11 +72,12 @@ def test_a_path_has_no_escapes():
 
 
 def test_a_json_list_has_its_own_escapes():
-    assert load_config(sample.SampleConfig, [r'--stop=["\n", "\\n"]']).stops() == ['\n', r'\n']
+    config = load_config(sample.SampleConfig, [r'--stop=["\n", "\\n"]'])
+    assert config.stop_strings() == ['\n', r'\n']
 
 
 def test_a_config_file_has_the_escapes_of_python(tmp_path):
     (tmp_path / 'a.py').write_text(r"start = '\\textbf\n'; stop = r'\n'")
     config = load_config(sample.SampleConfig, [str(tmp_path / 'a.py')])
     assert config.start == '\\textbf\n'
-    assert config.stops() == [r'\n']
+    assert config.stop_strings() == [r'\n']

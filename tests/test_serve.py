@@ -234,10 +234,10 @@ def test_requests_wait_for_each_other(client):
 
 def test_a_full_queue_is_refused(trained, tmp_path):
     with serving(tmp_path, trained) as (client, _, log), \
-            ThreadPoolExecutor(serve.WAITING) as pool:
+            ThreadPoolExecutor(serve.MAX_QUEUED) as pool:
         first = complete(client, stream=True, max_tokens=ENDLESS)
-        waiting = [pool.submit(complete, client, max_tokens=1) for _ in range(serve.WAITING)]
-        wait_until(lambda: log.read_text().count('"POST') == 1 + serve.WAITING)
+        waiting = [pool.submit(complete, client, max_tokens=1) for _ in range(serve.MAX_QUEUED)]
+        wait_until(lambda: log.read_text().count('"POST') == 1 + serve.MAX_QUEUED)
         with pytest.raises(openai.RateLimitError):
             complete(client)
         first.close()
@@ -251,7 +251,7 @@ def test_a_client_that_waits_for_the_whole_text_can_leave(client):
 
 
 def test_a_request_that_does_not_arrive_is_given_up(trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(serve, 'SECONDS', 0.2)
+    monkeypatch.setattr(serve, 'REQUEST_TIMEOUT', 0.2)
     with serving(tmp_path, trained) as (client, _, _):
         for sent, answer in ((b'', b''), (UNFINISHED[:20], b''),
                              (UNFINISHED, b'invalid_request_error')):
@@ -265,8 +265,8 @@ def test_a_request_that_does_not_arrive_is_given_up(trained, tmp_path, monkeypat
 def test_a_text_that_nobody_reads_ends(trained):
     body = json.dumps({'prompt': 'def ', 'max_tokens': 100, 'stream': True})
     completion = serve.Completion(plaingpt.load(trained, 'latest'), False, body)
-    for _ in range(serve.UNREAD):
+    for _ in range(serve.MAX_UNREAD):
         completion.pieces.put_nowait('unread')
     at_once = SimpleNamespace(call_soon_threadsafe=lambda call, piece: call(piece))
-    completion.write(at_once, SimpleNamespace(should_exit=False))
+    completion.generate(at_once, SimpleNamespace(should_exit=False))
     assert completion.generator.cancelled

@@ -1,8 +1,8 @@
-"""Prompts → the tokens that a model writes after them.
+"""Token generation with a KV cache: prompts → new tokens.
 
-A cache keeps the keys and values of earlier tokens, so a new token costs one token's work. When a
-context would outgrow block_size, its first half is dropped and the rest is read again at once. So
-each token is chosen with at least half of block_size in view.
+The cache keeps the keys and values of earlier tokens, so a step runs the model on one token only.
+When the context would exceed block_size, its first half is dropped and the remainder is prefilled
+again, so at least half of block_size stays in context.
 """
 
 import math
@@ -17,10 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from plaingpt.system.devices import DTYPES, autocast, cpu_has_bfloat16
 from plaingpt.system.errors import UserError
 
-CHECKED_TOKENS = 2048  # of a text that a small network reads with a cache and without
+CHECKED_TOKENS = 2048  # tokens for which check_cache() compares a small model
 
-# Kernels of attention, the fastest first. cuDNN is torch's first choice on a Hopper, but it plans
-# anew for each length of the cache.
+# Attention kernels, fastest first. torch prefers cuDNN on Hopper GPUs, but cuDNN builds a new plan
+# for each length of the cache.
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -28,54 +28,65 @@ BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 @sdpa_kernel(BACKENDS, set_priority=True)
 def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, generators=None,
              on_token=None, compiled=None, **sampling):
-    """Continue each of `prompts`, lists of ids of any lengths → the new ids of each.
+    """Continue each of `prompts` (lists of token ids of any lengths) → the new token ids of each.
 
-    sampling: temperature, top_k, top_p of choose_next_token
-    generators: a torch.Generator for each row, so that its text does not depend on its neighbours;
-    by default torch's own
-    on_token: called with (row, id) for each new token; True ends the row, without this token
+    sampling: temperature, top_k and top_p of choose_next_token
+    generators: a torch.Generator per row, so that no row depends on the others; None: torch's own
+    on_token: called with (row, token) for each new token; returning True ends the row and discards
+    the token
     compiled: a CompiledStep of the model
     """
-    config, device = model.config, model.transformer.wte.weight.device
-    rows, new = [list(prompt) for prompt in prompts], [[] for _ in prompts]
-    running = set(range(len(rows)))  # the rows that have not ended
+    config = model.config
+    device = model.transformer.wte.weight.device
+    rows = [list(prompt) for prompt in prompts]
+    new_tokens = [[] for _ in prompts]
+    unfinished = set(range(len(rows)))
     generators = generators or [None] * len(rows)
-    cache = starts = idx = seen = None
-    if repetition_penalty != 1:  # (B, V): which tokens are in each row
-        seen = torch.zeros(len(rows), config.vocab_size, dtype=torch.bool, device=device)
+    cache = starts = idx = present = None
+    if repetition_penalty != 1:
+        # (B, V): True for tokens that the row contains
+        present = torch.zeros(len(rows), config.vocab_size, dtype=torch.bool, device=device)
         for i, prompt in enumerate(prompts):
-            seen[i, prompt] = True
+            present[i, prompt] = True
     for remaining in range(max_new_tokens, 0, -1):
-        step, before = compiled or next_tokens, starts
+        previous_starts = starts
         starts = [context_start(len(row), config.block_size) for row in rows]
-        if starts != before:  # read whole contexts: at first, and when one has moved on
+        if starts == previous_starts:  # decode: one new token per row
+            step = compiled or next_tokens
+        else:  # prefill: at first, and whenever the start of a context has moved
+            step = next_tokens
             contexts = [row[start:] for row, start in zip(rows, starts, strict=True)]
             longest = max(map(len, contexts))
-            if cache is None:
-                cache = compiled.cache(len(rows)) if compiled else KVCache(
-                    config, min(config.block_size, longest + remaining - 1), device)
-            cache.begin([longest - len(context) for context in contexts])
-            step, idx = next_tokens, torch.tensor(
-                [[0] * (longest - len(context)) + context for context in contexts], device=device)
+            if cache is None and compiled:
+                cache = compiled.cache(len(rows))
+            elif cache is None:
+                n_columns = min(config.block_size, longest + remaining - 1)
+                cache = KVCache(config, n_columns, device)
+            padding = [longest - len(context) for context in contexts]
+            cache.reset(padding)
+            padded = [[0] * n + context for n, context in zip(padding, contexts, strict=True)]
+            idx = torch.tensor(padded, device=device)  # (B, T)
         cache.advance(idx.size(1))
         noise = torch.cat([torch.rand(1, 1, dtype=torch.double, generator=g) for g in generators])
-        idx = step(model, idx, cache, noise, seen, repetition_penalty, **sampling)
-        if seen is not None:
-            seen.scatter_(1, idx, True)
-        for i, token in enumerate(idx.flatten().tolist()):  # (B, 1) → B ids
+        idx = step(model, idx, cache, noise, present, repetition_penalty, **sampling)  # (B, 1)
+        if present is not None:
+            present.scatter_(1, idx, True)
+        for i, token in enumerate(idx.flatten().tolist()):
             rows[i].append(token)
-            if i in running and on_token and on_token(i, token):
-                running.discard(i)
-            elif i in running:
-                new[i].append(token)
-        if not running:
+            if i not in unfinished:
+                continue
+            if on_token and on_token(i, token):
+                unfinished.discard(i)
+            else:
+                new_tokens[i].append(token)
+        if not unfinished:
             break
-    return new
+    return new_tokens
 
 
 def context_start(length, block_size):
-    """Where the context of the next token begins in a text of `length` tokens: 0, and moved on by
-    half of block_size each time that the context would be longer than block_size."""
+    """Index of the first context token for predicting the next one after `length` tokens: 0, then
+    advanced by block_size / 2 each time the context would exceed block_size."""
     half = max(1, block_size // 2)
     return max(0, math.ceil((length - block_size) / half)) * half
 
@@ -84,100 +95,109 @@ def context_start(length, block_size):
 # from logits to the next token
 
 
-def next_tokens(model, idx, cache, noise, seen, repetition_penalty, **sampling):
-    """idx (B, T), to which the cache was advanced → the next token of each row, (B, 1).
-    seen (B, V): which tokens are in each row; None without a penalty"""
+def next_tokens(model, idx, cache, noise, present, repetition_penalty, **sampling):
+    """idx (B, T), after cache.advance(T) → the next token of each row, (B, 1).
+    present (B, V): True for tokens that the row contains; None without a repetition penalty"""
     logits = model.logits(model.hidden(idx, cache)[:, -1]).float()  # (B, V)
-    if seen is not None:  # less likely again (Keskar et al. 2019, section 4.1)
+    if present is not None:  # Keskar et al. 2019, section 4.1
         penalized = torch.where(logits > 0, logits / repetition_penalty,
                                 logits * repetition_penalty)
-        logits = torch.where(seen, penalized, logits)
+        logits = torch.where(present, penalized, logits)
     return choose_next_token(logits, noise, **sampling)
 
 
 class CompiledStep:
-    """next_tokens after one token, compiled. On a GPU it is a CUDA graph: one launch, which reads
-    and writes where it did when it was recorded. So each size of a batch has one cache for good."""
+    """next_tokens for one new token per row, compiled. On a GPU it is a CUDA graph, which always
+    uses the memory that it was recorded with. So each batch size keeps one cache."""
 
     def __init__(self, model):
-        self.model, self.caches = model, {}  # by the number of rows
+        self.model = model
+        self.caches = {}  # batch size → KVCache
         on_gpu = model.transformer.wte.weight.device.type == 'cuda'
         self.compiled = torch.compile(next_tokens, dynamic=False,
                                       mode='reduce-overhead' if on_gpu else None)
 
-    def cache(self, n_rows):
-        if n_rows not in self.caches:
+    def cache(self, batch_size):
+        if batch_size not in self.caches:
             config, device = self.model.config, self.model.transformer.wte.weight.device
-            self.caches[n_rows] = KVCache(config, config.block_size, device, static=True)
-        return self.caches[n_rows]
+            self.caches[batch_size] = KVCache(config, config.block_size, device, static=True)
+        return self.caches[batch_size]
 
     def __call__(self, model, idx, cache, noise, *penalty, **sampling):
-        noise = noise.to(idx.device) if idx.is_cuda else noise  # a CUDA graph reads no CPU memory
+        if idx.is_cuda:
+            noise = noise.to(idx.device)  # a CUDA graph cannot read CPU memory
         idx = self.compiled(model, idx, cache, noise, *penalty, **sampling)
-        return idx.clone()  # the graph overwrites its results
+        return idx.clone()  # the next replay of the graph overwrites its outputs
 
 
 def choose_next_token(logits, noise, temperature=1.0, top_k=0, top_p=1.0):
-    """logits (B, V), noise (B, 1) from [0, 1) → one token for each row, (B, 1).
+    """logits (B, V), noise (B, 1) uniform in [0, 1) → a sampled token per row, (B, 1).
 
-    temperature: divides the logits; 0 takes the likeliest token
-    top_k: choose among this many of the likeliest (Fan et al. 2018); 0 for all
-    top_p: choose among the fewest whose probabilities reach this (Holtzman et al. 2019)
+    temperature: divides the logits; 0 is greedy
+    top_k: sample from the k most likely tokens (Fan et al. 2018); 0: from all
+    top_p: sample from the smallest set of most likely tokens whose probabilities sum to at least
+    this (nucleus sampling, Holtzman et al. 2019)
     """
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
-    ids = None
-    count = min(top_k or logits.size(-1), logits.size(-1))
-    if count < logits.size(-1) or top_p < 1:
-        logits, ids = logits.topk(count)  # likeliest first
-    # Subtract the largest, so that no temperature, however low, gives infinity.
+    vocab_size = logits.size(-1)
+    k = min(top_k or vocab_size, vocab_size)
+    sorted_ids = None
+    if k < vocab_size or top_p < 1:
+        logits, sorted_ids = logits.topk(k)  # in descending order
+    # Subtract the maximum first: dividing by a tiny temperature could overflow.
     probs = F.softmax((logits - logits.amax(dim=-1, keepdim=True)) / temperature, dim=-1)
     if top_p < 1:
-        reached_before = probs.cumsum(dim=-1) - probs >= top_p  # False for the first: one stays
-        probs = probs.masked_fill(reached_before, 0)
-    # where the cumulative probability passes the noise's share of the whole
+        outside_nucleus = probs.cumsum(dim=-1) - probs >= top_p  # never the first token
+        probs = probs.masked_fill(outside_nucleus, 0)
+    # Invert the cumulative distribution at the noise.
     dtype = torch.float32 if probs.device.type == 'mps' else torch.double  # mps has no float64
-    cumulative = probs.cumsum(dim=-1, dtype=dtype)  # (B, V or count)
-    target = noise.to(probs.device, dtype) * cumulative[:, -1:]
-    chosen = torch.searchsorted(cumulative, target, right=True).clamp(max=probs.size(-1) - 1)
-    return chosen if ids is None else ids.gather(1, chosen)
+    cdf = probs.cumsum(dim=-1, dtype=dtype)  # (B, V or k)
+    target = noise.to(probs.device, dtype) * cdf[:, -1:]
+    choice = torch.searchsorted(cdf, target, right=True).clamp(max=probs.size(-1) - 1)  # (B, 1)
+    if sorted_ids is None:
+        return choice
+    return sorted_ids.gather(1, choice)
 
 
 # -----------------------------------------------------------------------------
-# the cache
+# the KV cache
 
 
 class KVCache:
-    """The keys and values of the tokens so far, in each layer, for up to `n_columns` of them.
+    """Keys and values of up to `n_columns` tokens per row, for each layer.
 
-    The rows of a batch are aligned at the end: a token's column is its place in the padded row. The
-    first padding[i] columns of row i are empty, and no token attends to them. A text is one
-    document: nothing that is generated goes on behind its end.
-    static: shapes never change, as compiled code needs it; attention goes over all columns, masked
+    Rows are left-padded: the first padding[i] columns of row i are padding, which no token attends
+    to. Each row is a single document: generation never continues past an end-of-text token.
+    static: fixed shapes, for compiled code; attention covers all columns and masks the unused ones
 
-    After advance(T), for those T tokens, which are to come:
+    advance(T) sets, for the T tokens that follow:
         columns    (T,) their columns
-        positions  what to index position embeddings with: a slice, or (T,) or (B, T)
+        positions  index into the position embeddings: a slice, or a tensor (T,) or (B, T)
         mask       True where they attend: (T, columns so far) or (B, 1, T, columns so far);
                    None: everywhere
     """
 
     def __init__(self, config, n_columns, device, static=False):
         self.layers = [LayerCache(self) for _ in range(config.n_layer)]
-        self.tokens = LayerCache(self)  # the last tokens themselves, for n-grams
-        self.n_columns, self.device, self.static = n_columns, device, static
-        self.numbers = torch.arange(n_columns, device=device)
+        self.tokens = LayerCache(self)  # the latest token ids, for the n-gram embedding
+        self.n_columns = n_columns
+        self.device = device
+        self.static = static
+        self.all_columns = torch.arange(n_columns, device=device)
 
-    def begin(self, padding):
-        """Forget all tokens; the memory for keys and values stays where it is."""
+    def reset(self, padding):
+        """Empty the cache but keep its memory. padding: columns to leave free, per row"""
         self.end = 0
-        self.padding = torch.tensor(padding, device=self.device)[:, None] if any(padding) else None
+        self.padding = None
+        if any(padding):
+            self.padding = torch.tensor(padding, device=self.device)[:, None]  # (B, 1)
         for layer in (self.tokens, *self.layers):
             if layer.earlier is not None:
                 layer.earlier.zero_()
 
     def zeros(self, like, *shape):
-        """A part of the cache, of the dtype and on the device of what goes into it."""
+        """A cache tensor with the dtype and device of `like`."""
         tensor = like.new_zeros(shape)
         if self.static:
             torch._dynamo.mark_static_address(tensor, guard=False)  # CUDA graphs may write to it
@@ -185,51 +205,58 @@ class KVCache:
 
     def advance(self, T):
         begin, self.end = self.end, self.end + T
-        self.columns = self.numbers[begin:self.end]  # (T,)
-        self.new = self.positions = self.columns if self.static else slice(begin, self.end)
-        self.filled = slice(None) if self.static else slice(self.end)
+        self.columns = self.all_columns[begin:self.end]  # (T,)
+        if self.static:
+            self.new = self.columns
+            self.filled = slice(None)
+        else:
+            self.new = slice(begin, self.end)
+            self.filled = slice(self.end)
+        self.positions = self.new
         if self.padding is not None:
             self.positions = (self.columns - self.padding).clamp(min=0)  # (B, T)
-        unmasked = T == 1 and self.padding is None and not self.static
-        self.mask = None if unmasked else self.causal_mask()
+        self.mask = None
+        if T > 1 or self.padding is not None or self.static:
+            self.mask = self.causal_mask()
 
     def causal_mask(self):
-        keys = self.numbers[self.filled]
+        keys = self.all_columns[self.filled]
         queries = self.columns[:, None]  # (T, 1)
         if self.padding is None:
             return keys <= queries  # (T, columns)
-        real = keys >= self.padding[:, :, None, None]  # (B, 1, 1, columns)
-        # Padding attends to itself: a softmax over nothing is not a number.
-        return (keys <= queries) & real | (keys == queries)  # (B, 1, T, columns)
+        not_padding = keys >= self.padding[:, :, None, None]  # (B, 1, 1, columns)
+        # Padding attends to itself, because a softmax over no keys is NaN.
+        return (keys <= queries) & not_padding | (keys == queries)  # (B, 1, T, columns)
 
 
 class LayerCache:
-    """One layer's part of a KVCache, as its attention and its short convolution take it."""
+    """One layer of a KVCache, for its attention and its short convolution."""
 
     def __init__(self, cache):
         self.cache = cache
         self.keys = self.values = None  # (B, KV, columns, D)
-        self.earlier = None  # (B, n, C): the last inputs of a convolution or an n-gram
+        self.earlier = None  # (B, n, C): the last n inputs of a convolution or n-gram embedding
 
     @property
     def columns(self):
-        """(T,): the columns of the new tokens, the queries; those of the keys are 0, 1, 2, …
-        So (columns[:, None] - key columns) is how far back each key is, as for ALiBi's bias."""
+        """(T,): the columns of the new tokens, which are the queries; the keys' are 0, 1, 2, …
+        columns[:, None] - key_columns is the distance of each key, for example for ALiBi."""
         return self.cache.columns
 
     def extend(self, k, v):
-        """k, v (B, KV, T, D) of the new tokens → those of all tokens so far, and KVCache.mask."""
+        """k, v (B, KV, T, D) of the new tokens → keys and values of all tokens so far, and the
+        mask."""
         cache = self.cache
         if self.keys is None:
-            self.keys, self.values = (cache.zeros(x, *x.shape[:2], cache.n_columns, x.size(3))
-                                      for x in (k, v))
+            self.keys = cache.zeros(k, *k.shape[:2], cache.n_columns, k.size(3))
+            self.values = cache.zeros(v, *v.shape[:2], cache.n_columns, v.size(3))
         self.keys[:, :, cache.new] = k
         self.values[:, :, cache.new] = v
         return self.keys[:, :, cache.filled], self.values[:, :, cache.filled], cache.mask
 
-    def with_earlier(self, x, n):
-        """x (B, T, C) of the new tokens → it behind that of the n tokens before, (B, n + T, C).
-        Before the first token, and in padding, there are zeros."""
+    def prepend_earlier(self, x, n):
+        """x (B, T, C) of the new tokens → (B, n + T, C), with the x of the n tokens before them in
+        front. Zeros stand for padding and for tokens before the first one."""
         if self.cache.padding is not None:
             x = x.masked_fill((self.columns < self.cache.padding)[..., None], 0)
         if self.earlier is None:
@@ -241,36 +268,41 @@ class LayerCache:
 
 @torch.inference_mode()
 def check_cache(model, T=32):
-    """Raise UserError where a cache changes what model.py computes for T tokens, as in one that was
-    changed. A small network of the same code is checked over a longer text."""
-    config, device = model.config, model.lm_head.weight.device
+    """Raise UserError if the model computes something else with a KV cache than without, which an
+    edited model.py may. T tokens are compared, then more of them in a small model of the same code.
+    """
+    config = model.config
+    device = model.lm_head.weight.device
     T = min(T, config.block_size)
-    # no token among them opens a document
+    # ids that do not contain document_start
     idx = config.document_start + 1 + torch.arange(T, device=device) % max(1, config.vocab_size - 1)
     idx = idx[None] % config.vocab_size  # (1, T)
-    whole, cache, parts = model(idx)[0], KVCache(config, T, device), []  # (1, T, V)
-    cache.begin([0])
-    for part in idx.tensor_split([T - 2, T - 1], dim=1):  # as a prompt, and two tokens after it
-        cache.advance(part.size(1))
-        parts.append(model.logits(model.hidden(part, cache)))
-    errors = (torch.cat(parts, dim=1) - whole).norm(dim=-1) / whole.norm(dim=-1)
-    error = errors.max()  # over positions
-    if error > 0.02:  # with TF32 rounding alone gives less
+    expected, _ = model(idx)  # (1, T, V)
+    cache = KVCache(config, T, device)
+    cache.reset([0])
+    outputs = []
+    for chunk in idx.tensor_split([T - 2, T - 1], dim=1):  # a prompt, then two single tokens
+        cache.advance(chunk.size(1))
+        outputs.append(model.logits(model.hidden(chunk, cache)))
+    errors = (torch.cat(outputs, dim=1) - expected).norm(dim=-1) / expected.norm(dim=-1)  # (1, T)
+    error = errors.max()
+    if error > 0.02:  # rounding gives less, even with TF32
         raise UserError(f'model.py: outputs with and without the KV cache differ (relative error '
-                        f'{error:.2g}): attention or positions ignore the cache, or a layer needs '
-                        'earlier tokens and does not keep them')
+                        f'{error:.2g}); look for attention or positions that ignore the cache, or '
+                        'a layer that reads earlier tokens without caching them')
     if min(config.block_size, CHECKED_TOKENS) > T:
-        check_cache(small_network(model), CHECKED_TOKENS)
+        check_cache(small_copy(model), CHECKED_TOKENS)
 
 
-def small_network(model):
-    """A GPT of the same code and flags as `model`, in which each weight counts."""
-    c = model.config
-    small = replace(c, n_layer=min(2, c.n_layer), n_embd=16 * c.n_head, head_dim=0, n_inner=0,
-                    vocab_size=64, document_start=0 if c.document_attention else -1)
+def small_copy(model):
+    """A small GPT with the code and flags of `model`, and random weights that are all nonzero."""
+    config = replace(model.config, n_layer=min(2, model.config.n_layer),
+                     n_embd=16 * model.config.n_head, head_dim=0, n_inner=0, vocab_size=64)
+    if config.document_attention:
+        config.document_start = 0
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        gpt = type(model)(small).eval()
+        gpt = type(model)(config).eval()
         for p in gpt.parameters():
             p.normal_(std=0.3)
     return gpt
@@ -280,38 +312,44 @@ def small_network(model):
 # weights packed for generation
 
 
-WIDE = 768  # channels; narrower float32 models are slower with packed weights
+WIDE = 768  # n_embd; narrower float32 models are slower with packed weights
 
 
 def prepare_for_generation(model, device, dtype, pack=True):
-    """Convert a model's matrices to `dtype`, in place; everything else stays float32.
+    """Convert a model's Linear weights to `dtype`, in place → the context (autocast or none) to
+    generate in. Everything else stays float32. The model cannot be trained or saved afterwards.
 
-    pack: on a CPU, reorder them as oneDNN reads them; torch.compile cannot trace those
-    → the context (autocast or none) to generate in. The model cannot be trained or saved after.
+    pack: on a CPU, store the weights in oneDNN's layout, which torch.compile cannot trace
     """
-    packed = pack and device.type == 'cpu' and torch.backends.mkldnn.is_available() \
-        and hasattr(torch.ops.mkldnn, '_linear_pointwise') \
-        and ((dtype == 'float32' and model.config.n_embd >= WIDE)
-             or (dtype == 'bfloat16' and cpu_has_bfloat16()))
+    pack = pack and device.type == 'cpu' and packing_is_faster(model, dtype)
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear):
-                # A new parameter: a tied embedding keeps the old one, and its precision.
+                # A new parameter, because a tied embedding keeps the old one in float32.
                 child.weight = nn.Parameter(child.weight.detach().to(DTYPES[dtype]),
                                             requires_grad=False)
-                if packed:
+                if pack:
                     setattr(parent, name, PackedLinear(child))
-    return nullcontext() if packed else autocast(device, dtype)
+    return nullcontext() if pack else autocast(device, dtype)
+
+
+def packing_is_faster(model, dtype):
+    if not torch.backends.mkldnn.is_available() \
+            or not hasattr(torch.ops.mkldnn, '_linear_pointwise'):
+        return False
+    if dtype == 'bfloat16':
+        return cpu_has_bfloat16()
+    return dtype == 'float32' and model.config.n_embd >= WIDE
 
 
 class PackedLinear(nn.Module):
-    """A Linear whose weight is stored in oneDNN's own layout. For a few tokens at a time it is
-    faster on a CPU than torch's Linear, which reorders the weight at each call."""
+    """A Linear whose weight is stored in oneDNN's layout. On a CPU it is faster for a few tokens
+    than torch's Linear, which reorders the weight at each call."""
 
     def __init__(self, linear):
         super().__init__()
         weight, bias = linear.weight.detach(), linear.bias
-        self.linear = torch.ops.mkldnn._linear_pointwise.default  # looked up once, not each time
+        self.linear = torch.ops.mkldnn._linear_pointwise.default  # looked up once, not per call
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         self.bias = None if bias is None else bias.detach().to(weight.dtype)
 

@@ -1,8 +1,8 @@
-"""The architectures of Hugging Face's transformers that compute what a GPT of ours computes.
+"""Architectures of Hugging Face's transformers that compute the same as a GPT of model.py.
 
-The table at the end says which GPTConfigs each can express. A field that it does not list must have
-its default: a model with a new flag goes out with its own code. So does one whose logits are not
-those of published_logits(), because its model.py was changed.
+ARCHITECTURES lists the GPTConfigs that each can express. Fields that it does not list must have
+their defaults, so a model with a new flag is exported with its own code. So is a model whose logits
+differ from reference_logits(), because its model.py was edited.
 """
 
 import math
@@ -11,103 +11,112 @@ from dataclasses import asdict, dataclass, fields, replace
 import torch
 import torch.nn.functional as F
 
-from model import ROW_PER_TOKEN, GPTConfig
+from model import VOCAB_WEIGHTS, GPTConfig
 
 SIZES = ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_embd')
-ANY = None  # every value
-ACTIVATIONS = {'gelu': 'gelu_new', 'gelu_erf': 'gelu', 'relu2': 'relu2', 'swiglu': 'silu'}
-OUR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
-# Of scaled rotary positions; the rest has a key of its own.
-SCALING = {'rotary_factor': 'factor', 'rotary_length': 'original_max_position_embeddings'}
+ANY = None  # any value is allowed
+HF_ACTIVATIONS = {'gelu': 'gelu_new', 'gelu_erf': 'gelu', 'relu2': 'relu2', 'swiglu': 'silu'}
+OUR_ACTIVATIONS = {hf_name: name for name, hf_name in HF_ACTIVATIONS.items()}
+# GPTConfig field → key in config.json, inside rope_scaling or rope_parameters
+ROPE_SCALING_KEYS = {'rotary_factor': 'factor', 'rotary_length': 'original_max_position_embeddings'}
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What Gpt2 and Llama have in common. Each of them has besides
+    """The base of Gpt2 and Llama, which define
 
-    fixed         GPTConfig → what else config.json must say
-    write_weights {our name: tensor}, GPTConfig → {their name: tensor}; they share memory, so that
-                  weights are read by copying them into these
+    extra_config  GPTConfig → entries of config.json that are the same for every such model
+    write_weights {our name: tensor}, GPTConfig → {name in transformers: tensor}; both share memory,
+                  so weights are loaded by copying them into the result
     """
 
     hf_class: str  # its class in transformers
-    # GPTConfig field → its values here; the first is meant where config.json lacks the key
+    # GPTConfig field → its values here; the first is the default if config.json lacks the key
     expressible: dict
     keys: dict  # GPTConfig field → its key in config.json
-    defaults: dict  # what a key means that config.json lacks
+    defaults: dict  # key → its value if config.json lacks it
 
     def expresses(self, config):
-        """Whether its config.json can say what a GPTConfig says."""
-        return all(allowed is ANY or getattr(config, field.name) in allowed
-                   for field in fields(config)
-                   for allowed in [self.expressible.get(field.name, (field.default,))])
+        """Whether config.json can express a GPTConfig."""
+        for field in fields(config):
+            allowed = self.expressible.get(field.name, (field.default,))
+            if allowed is not ANY and getattr(config, field.name) not in allowed:
+                return False
+        return True
 
     def write_config(self, config):
-        """GPTConfig → the content of config.json but model_type."""
+        """GPTConfig → the content of config.json, without model_type."""
         config = replace(config, n_inner=config.mlp_width, head_dim=config.head_size,
                          n_kv_head=config.n_kv_head or config.n_head)
-        ours = {key: getattr(config, field) for field, key in self.keys.items()}
-        return {'architectures': [self.hf_class], **self.fixed(config),
-                **{key: ACTIVATIONS.get(value, value) for key, value in ours.items()}}
+        hf_config = {'architectures': [self.hf_class], **self.extra_config(config)}
+        for field, key in self.keys.items():
+            value = getattr(config, field)
+            hf_config[key] = HF_ACTIVATIONS.get(value, value)
+        return hf_config
 
-    def read_config(self, hf):
-        """The content of config.json → GPTConfig.
-
-        Raises ValueError, KeyError or TypeError where our model does not compute what it says, so
-        that it is not what we would write of these fields."""
-        hf = {**self.defaults, **flattened(hf)}
-        shape = {field: values[0] for field, values in self.expressible.items() if values}
-        for field, key in {**self.keys, **SCALING}.items():
-            said = hf[key] if field in SIZES else hf.get(key)
-            value = OUR_ACTIVATIONS.get(said, said)
+    def read_config(self, hf_config):
+        """The content of config.json → GPTConfig. Raises ValueError, KeyError or TypeError if our
+        model cannot compute what it describes: then write_config() would give something else."""
+        hf_config = {**self.defaults, **flatten(hf_config)}
+        settings = {field: values[0] for field, values in self.expressible.items() if values}
+        for field, key in {**self.keys, **ROPE_SCALING_KEYS}.items():
+            value = hf_config[key] if field in SIZES else hf_config.get(key)
+            value = OUR_ACTIVATIONS.get(value, value)
             if value is not None and value in (self.expressible[field] or [value]):
-                shape[field] = value
-        config = GPTConfig(**shape)
-        ours = {**flattened(self.write_config(config)), 'partial_rotary_factor': 1.0,
-                'layer_types': ['full_attention'] * config.n_layer}
-        for key, value in ours.items():
-            if key != 'architectures' and hf.get(key, value) != value:
-                raise ValueError(f'config.json says {key}={hf[key]!r}, which is not supported, as '
-                                 f'{value!r} is')
+                settings[field] = value
+        config = GPTConfig(**settings)
+        supported = {**flatten(self.write_config(config)), 'partial_rotary_factor': 1.0,
+                     'layer_types': ['full_attention'] * config.n_layer}
+        for key, value in supported.items():
+            if key != 'architectures' and hf_config.get(key, value) != value:
+                raise ValueError(f'config.json: {key}={hf_config[key]!r} is not supported; '
+                                 f'expected {value!r}')
         return config
 
 
-def flattened(hf):
-    """config.json without null, and with what it says of rotary positions beside the rest:
-    transformers 5 has it in rope_parameters, 4 in rope_scaling."""
-    rope = {**(hf.get('rope_scaling') or {}), **(hf.get('rope_parameters') or {})}
-    rope.setdefault('rope_type', rope.get('type'))  # two names for one, as of GPT-2's GELU
-    return {key: 'gelu_new' if value == 'gelu_pytorch_tanh' else value
-            for key, value in {**hf, **rope}.items()
-            if value is not None and key not in ('rope_scaling', 'rope_parameters')}
+def flatten(hf_config):
+    """config.json without nulls, and with the rotary parameters at the top level: transformers 5
+    keeps them in rope_parameters, version 4 in rope_scaling."""
+    rope = {**(hf_config.get('rope_scaling') or {}), **(hf_config.get('rope_parameters') or {})}
+    rope.setdefault('rope_type', rope.get('type'))  # an older name of the same key
+    flat = {}
+    for key, value in {**hf_config, **rope}.items():
+        if value == 'gelu_pytorch_tanh':
+            value = 'gelu_new'  # another name of the same activation
+        if value is not None and key not in ('rope_scaling', 'rope_parameters'):
+            flat[key] = value
+    return flat
 
 
 def without_padding(weights, config):
-    """{our name: tensor} without the rows that pad the vocabulary."""
-    return {name: w[:config.vocab_size] if name.endswith(ROW_PER_TOKEN) else w
+    """{our name: tensor} without the padding rows of the vocabulary."""
+    return {name: w[:config.vocab_size] if name.endswith(VOCAB_WEIGHTS) else w
             for name, w in weights.items()}
 
 
-# GPT-2's linear layers are Conv1Ds, whose weight is (in, out); a Linear's is (out, in).
+# GPT-2's linear layers in transformers are Conv1Ds, with weights (in, out) instead of (out, in).
 TRANSPOSED = ('c_attn.weight', 'c_proj.weight', 'c_fc.weight')
 
 
 class Gpt2(Architecture):
-    def fixed(self, c):
+    def extra_config(self, c):
         return {'scale_attn_weights': True, 'add_cross_attention': False,
                 'scale_attn_by_inverse_layer_idx': False}
 
     def write_weights(self, weights, config):
-        """A model without biases gets biases of zero, which GPT-2's class must have."""
-        found = {}
+        """A model without biases gets zero biases, which the class in transformers requires."""
+        hf_weights = {}
         for name, w in without_padding(weights, config).items():
-            found[name] = w = w.t() if name.endswith(TRANSPOSED) else w
+            if name.endswith(TRANSPOSED):
+                w = w.t()
+            hf_weights[name] = w
             if not config.bias and ('.h.' in name or '.ln_f.' in name):
-                found[name.replace('.weight', '.bias')] = torch.zeros(w.shape[-1])
-        return found
+                hf_weights[name.replace('.weight', '.bias')] = torch.zeros(w.shape[-1])
+        return hf_weights
 
 
-# In Llama and Qwen: part of our name → of theirs, whose weights may be parts of one matrix of ours.
+# Substring of a parameter name → its replacements in Llama and Qwen. Where there are several, our
+# matrix is theirs stacked.
 LLAMA_NAMES = {
     'transformer.wte': ['model.embed_tokens'],
     'transformer.h.': ['model.layers.'],
@@ -123,53 +132,58 @@ LLAMA_NAMES = {
 
 
 class Llama(Architecture):
-    """Qwen2 and Qwen3 too."""
+    """Llama, Qwen2 and Qwen3."""
 
-    def fixed(self, c):
-        rotary = {'rope_type': 'default'} if c.rotary_factor == 1 else {
-            'rope_type': 'llama3', 'factor': c.rotary_factor, 'low_freq_factor': 1.0,
-            'high_freq_factor': 4.0, 'original_max_position_embeddings': c.rotary_length}
+    def extra_config(self, c):
+        rope_scaling = None
+        rope_parameters = {'rope_type': 'default'}
+        if c.rotary_factor != 1:
+            rope_parameters = rope_scaling = {
+                'rope_type': 'llama3', 'factor': c.rotary_factor, 'low_freq_factor': 1.0,
+                'high_freq_factor': 4.0, 'original_max_position_embeddings': c.rotary_length}
         return {
             'mlp_bias': c.bias, 'use_sliding_window': False,
-            'rope_scaling': None if c.rotary_factor == 1 else rotary,
-            'rope_parameters': {**rotary, 'rope_theta': c.rotary_base}}  # as transformers 5 has it
+            'rope_scaling': rope_scaling,  # transformers 4
+            'rope_parameters': {**rope_parameters, 'rope_theta': c.rotary_base}}  # transformers 5
 
     def write_weights(self, weights, config):
-        found = {}
+        hf_weights = {}
         for name, w in without_padding(weights, config).items():
-            theirs = [name]
-            for ours, parts in LLAMA_NAMES.items():
-                if ours in name:
-                    theirs = [each.replace(ours, part) for each in theirs for part in parts]
-            rows = w.split(config.qkv_sizes) if '.c_attn.' in name else w.chunk(len(theirs))
-            found |= zip(theirs, rows, strict=True)
-        return found
+            hf_names = [name]
+            for old, replacements in LLAMA_NAMES.items():
+                if old in name:
+                    hf_names = [hf_name.replace(old, new)
+                                for hf_name in hf_names for new in replacements]
+            matrices = w.split(config.qkv_sizes) if 'c_attn' in name else w.chunk(len(hf_names))
+            hf_weights |= zip(hf_names, matrices, strict=True)
+        return hf_weights
 
 
 class OwnCode:
-    """Any other model. The folder holds model.py, and remote_code.py for transformers."""
+    """Any other model. Its folder holds model.py, and remote_code.py for transformers."""
 
     def write_config(self, config):
-        """GPTConfig → the content of config.json but model_type."""
-        # Attention that stays within a document is plain attention where there is one.
-        ours = replace(config, document_attention=False, document_start=-1)
+        """GPTConfig → the content of config.json, without model_type."""
+        # transformers gets one document at a time, so plain attention is the same.
+        single_document = replace(config, document_attention=False, document_start=-1)
         return {
-            'architectures': ['PlainGPT'], 'gpt': asdict(ours), 'vocab_size': config.vocab_size,
+            'architectures': ['PlainGPT'], 'gpt': asdict(single_document),
+            'vocab_size': config.vocab_size,
             'max_position_embeddings': config.block_size, 'hidden_size': config.n_embd,
             'num_hidden_layers': config.n_layer, 'num_attention_heads': config.n_head,
             'tie_word_embeddings': config.tied_head,
             'auto_map': {'AutoConfig': 'remote_code.PlainGPTConfig',
                          'AutoModelForCausalLM': 'remote_code.PlainGPT'}}
 
-    def read_config(self, hf):
-        return GPTConfig(**{**hf['gpt'], 'dropout': 0.0})
+    def read_config(self, hf_config):
+        return GPTConfig(**{**hf_config['gpt'], 'dropout': 0.0})
 
     def write_weights(self, weights, config):
         return {f'gpt.{name}': w for name, w in weights.items()}
 
 
-# Dropout and initialization do not change what a trained model computes. Attention that stays
-# within a document is plain attention where there is one: a conversation, or a text up to its end.
+# Dropout and initialization do not change what a trained model computes. Nor does
+# document_attention, because a sequence in transformers is one document.
 COMMON = dict.fromkeys(
     (*SIZES, 'dropout', 'zero_init', 'document_attention', 'document_start', 'norm_eps', 'n_inner'),
     ANY)
@@ -200,40 +214,50 @@ READABLE = {**ARCHITECTURES, OWN_CODE: OwnCode()}
 
 
 def choose_architecture(model):
-    """→ the name of the first architecture that computes what a GPT computes, else OWN_CODE."""
-    names = [name for name, architecture in ARCHITECTURES.items()
-             if architecture.expresses(model.config)]
-    return names[0] if names and computes_as_published(model) else OWN_CODE
+    """→ the name of the first architecture that computes the same as `model`, else OWN_CODE."""
+    for name, architecture in ARCHITECTURES.items():
+        if architecture.expresses(model.config):
+            return name if matches_reference(model) else OWN_CODE
+    return OWN_CODE
 
 
 # -----------------------------------------------------------------------------
-# Does model.py, which its user may have changed, compute what these architectures compute?
+# Does model.py, which may have been edited, still compute the same as these architectures?
 
-MOST_TOKENS = 8192  # that are compared
-ROUNDING = 3e-5  # of the size of a token's logits; published_logits() takes sums as model.py does
+MAX_TOKENS = 8192  # that are compared
+TOLERANCE = 3e-5  # relative error; reference_logits() sums in the order of model.py
 
 
 @torch.no_grad()
-def computes_as_published(model):
-    """Whether a GPT has the logits of GPT-2, Llama or Qwen with its weights, for each of as many
-    tokens as it reads. None of them begins a document."""
+def matches_reference(model):
+    """Whether a GPT has the logits of GPT-2, Llama or Qwen with its weights, over its whole context
+    length."""
     c = model.config
-    idx = torch.randint(c.vocab_size, (1, min(c.block_size, MOST_TOKENS)),
+    idx = torch.randint(c.vocab_size, (1, min(c.block_size, MAX_TOKENS)),
                         generator=torch.Generator().manual_seed(0))  # (1, T)
-    idx[idx == c.document_start] = (c.document_start + 1) % c.vocab_size
+    idx[idx == c.document_start] = (c.document_start + 1) % c.vocab_size  # one document
     try:
-        expected = published_logits(dict(model.named_parameters()), c, idx)  # (1, T, V)
-    except (KeyError, RuntimeError):  # it has other parameters, or of other shapes
+        expected = reference_logits(dict(model.named_parameters()), c, idx)  # (1, T, V)
+    except (KeyError, RuntimeError):  # other parameters, or other shapes
         return False
     errors = (model.eval()(idx)[0] - expected).norm(dim=-1)  # (1, T)
-    return bool((errors <= ROUNDING * expected.norm(dim=-1)).all())
+    return bool((errors <= TOLERANCE * expected.norm(dim=-1)).all())
 
 
-def published_logits(weights, c, idx):
+def activation(x, mlp):
+    """The activation that a GPTConfig calls `mlp`, without model.py."""
+    if mlp == 'swiglu':
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    if mlp == 'relu2':
+        return F.relu(x) ** 2
+    return F.gelu(x, approximate='tanh' if mlp == 'gelu' else 'none')
+
+
+def reference_logits(weights, c, idx):
     """The logits (1, T, V) of GPT-2, Llama or Qwen for idx (1, T), without model.py.
 
-    weights: {our name: tensor}; c: GPTConfig. Raises KeyError where a weight is missing, and
-    where one has no part in this."""
+    weights: {our name: tensor}; c: GPTConfig. Raises KeyError if a weight is missing or unused."""
     def linear(x, name, bias=c.bias):
         return F.linear(x, weights.pop(f'{name}.weight'),
                         weights.pop(f'{name}.bias') if bias else None)
@@ -245,39 +269,39 @@ def published_logits(weights, c, idx):
         bias = weights.pop(f'{name}.bias') if c.bias else None
         return F.layer_norm(x, weight.shape, weight, bias, c.norm_eps)
 
-    def activation(x):
-        if c.mlp == 'swiglu':
-            gate, up = x.chunk(2, dim=-1)
-            return F.silu(gate) * up
-        if c.mlp == 'relu2':
-            return F.relu(x) ** 2
-        return F.gelu(x, approximate='tanh' if c.mlp == 'gelu' else 'none')
+    def rotate(x):
+        return torch.addcmul(x * cos, x.roll(D // 2, dims=-1), sin)
 
-    embedding, D = weights.pop('transformer.wte.weight'), c.head_size
-    x, positions = embedding[idx], torch.arange(idx.size(1))  # (1, T, C), (T,)
+    D = c.head_size
+    embedding = weights.pop('transformer.wte.weight')
+    x = embedding[idx]  # (1, T, C)
+    positions = torch.arange(idx.size(1))  # (T,)
     if c.rotary:
-        speeds = c.rotary_base ** (-torch.arange(D // 2) / (D // 2))
-        turns = c.rotary_length * speeds / (2 * math.pi)
-        kept = ((turns - 1) / (4 - 1)).clamp(0, 1)  # 1 and 4 are the factors in config.json
-        speeds = speeds * (kept + (1 - kept) / c.rotary_factor)
-        cos, sin = (f(torch.outer(positions, speeds)).repeat(1, 2) for f in (torch.cos, torch.sin))
+        frequencies = c.rotary_base ** (-torch.arange(D // 2) / (D // 2))
+        turns = c.rotary_length * frequencies / (2 * math.pi)
+        smooth = ((turns - 1) / (4 - 1)).clamp(0, 1)  # low_freq_factor 1, high_freq_factor 4
+        frequencies = frequencies * (smooth + (1 - smooth) / c.rotary_factor)
+        angles = torch.outer(positions, frequencies)  # (T, D/2)
+        cos = angles.cos().repeat(1, 2)  # (T, D)
+        sin = angles.sin().repeat(1, 2)
         sin[:, :D // 2] *= -1
     else:
         x = x + weights.pop('transformer.wpe.weight')[positions]
     for i in range(c.n_layer):
         attn, mlp = f'transformer.h.{i}.attn', f'transformer.h.{i}.mlp'
         qkv = linear(norm(x, f'transformer.h.{i}.ln_1'), f'{attn}.c_attn', c.bias or c.qkv_bias)
-        q, k, v = (each.unflatten(2, (-1, D)).transpose(1, 2)  # (1, H or KV, T, D)
-                   for each in qkv.split(c.qkv_sizes, dim=2))
+        q, k, v = (y.unflatten(2, (-1, D)).transpose(1, 2)  # (1, H or KV, T, D)
+                   for y in qkv.split(c.qkv_sizes, dim=2))
         if c.qk_norm:
             q, k = norm(q, f'{attn}.q_norm'), norm(k, f'{attn}.k_norm')
         if c.rotary:
-            q, k = (torch.addcmul(each * cos, each.roll(D // 2, dims=-1), sin) for each in (q, k))
-        k, v = (each.repeat_interleave(q.size(1) // k.size(1), dim=1) for each in (k, v))
+            q, k = rotate(q), rotate(k)
+        repeats = q.size(1) // k.size(1)
+        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + linear(y.transpose(1, 2).flatten(2), f'{attn}.c_proj')
         hidden = linear(norm(x, f'transformer.h.{i}.ln_2'), f'{mlp}.c_fc')
-        x = x + linear(activation(hidden), f'{mlp}.c_proj')
+        x = x + linear(activation(hidden, c.mlp), f'{mlp}.c_proj')
     x = norm(x, 'transformer.ln_f')
     head = embedding if c.tied_head else weights.pop('lm_head.weight')
     if weights:

@@ -1,5 +1,5 @@
-"""A model → a folder that transformers opens, and that pretrained.py reads back; a tokenizer → the
-tokenizer.json of Hugging Face's tokenizers library."""
+"""Export to the Hugging Face layout, for transformers and for pretrained.py: weights, config.json
+and tokenizer.json."""
 
 import inspect
 import json
@@ -19,7 +19,7 @@ from plaingpt.data.foreign_tokenizer import (
 from plaingpt.data.tokenizers import IdsTokenizer, WordTokenizer, is_chat
 from plaingpt.inference.generation import check_cache
 from plaingpt.inference.hf_architectures import (
-    MOST_TOKENS,
+    MAX_TOKENS,
     OWN_CODE,
     READABLE,
     choose_architecture,
@@ -29,67 +29,72 @@ END_OF_TEXT, PADDING = '<|endoftext|>', '<|padding|>'
 
 
 def write_hf(folder, model, tokenizer, dtype=torch.float32):
-    """Write weights, configuration and tokenizer into `folder`, a Path, and of a model that
-    transformers has no class for its code → the name of its architecture. Raises UserError."""
-    name = choose_architecture(model)
-    architecture = READABLE[name]
+    """Write the weights, config.json and tokenizer into `folder`, a Path, and the code of a model
+    that transformers has no class for → the name of the architecture. Raises UserError."""
+    model_type = choose_architecture(model)
+    architecture = READABLE[model_type]
     weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
-    weights = {name: w.to(dtype).contiguous()
-               for name, w in architecture.write_weights(weights, model.config).items()}
-    save_file(weights, folder / 'model.safetensors', metadata={'format': 'pt'})
-    begin, end = first_and_last(tokenizer)
+    hf_weights = architecture.write_weights(weights, model.config)
+    hf_weights = {name: w.to(dtype).contiguous() for name, w in hf_weights.items()}
+    save_file(hf_weights, folder / 'model.safetensors', metadata={'format': 'pt'})
+    bos_id, eos_id = bos_and_eos(tokenizer)
     files = {'config.json': {
-        'model_type': name, **architecture.write_config(model.config),
-        'dtype': str(dtype).removeprefix('torch.'), 'bos_token_id': begin, 'eos_token_id': end}}
-    if name == OWN_CODE:
-        check_cache(model, MOST_TOKENS)  # remote_code.py always has one
-        code = {'model.py': inspect.getfile(type(model)),
-                'remote_code.py': Path(__file__).with_name('remote_code.py')}
-        files |= {name: Path(path).read_text(encoding='utf-8') for name, path in code.items()}
+        'model_type': model_type, **architecture.write_config(model.config),
+        'dtype': str(dtype).removeprefix('torch.'), 'bos_token_id': bos_id,
+        'eos_token_id': eos_id}}
+    if model_type == OWN_CODE:
+        check_cache(model, MAX_TOKENS)  # remote_code.py always uses a cache
+        paths = (Path(inspect.getfile(type(model))), Path(__file__).with_name('remote_code.py'))
+        for name, path in zip(('model.py', 'remote_code.py'), paths, strict=True):
+            files[name] = path.read_text(encoding='utf-8')
     files |= tokenizer_files(tokenizer, model.config.block_size)
-    for name, value in files.items():
-        text = value if isinstance(value, str) else json.dumps(value, indent=1) + '\n'
-        (folder / name).write_text(text, encoding='utf-8', newline='')
-    return files['config.json']['model_type']
+    for name, content in files.items():
+        if not isinstance(content, str):
+            content = json.dumps(content, indent=1) + '\n'
+        (folder / name).write_text(content, encoding='utf-8', newline='')
+    return model_type
 
 
 def tokenizer_files(tokenizer, block_size):
-    """→ {name of a file: its content}, of all that say how text becomes tokens. Files of others go
-    out as they came; for conversations, with the template and the ends of answers as here."""
+    """→ {file name: its content}. The files of a pretrained tokenizer are copied unchanged, except
+    that a chat tokenizer adds its template and end-of-turn tokens."""
     base = getattr(tokenizer, 'base', tokenizer)
-    if isinstance(base, IdsTokenizer | WordTokenizer):  # no tokenizer.json can tell what these are
+    if isinstance(base, IdsTokenizer | WordTokenizer):  # tokenizer.json cannot describe these
         return {OUR_TOKENIZER: tokenizer.to_json()}
-    begin, end = first_and_last(tokenizer)
-    foreign = isinstance(base, ForeignTokenizer)
-    if foreign:
+    bos_id, eos_id = bos_and_eos(tokenizer)
+    is_pretrained = isinstance(base, ForeignTokenizer)
+    if is_pretrained:
         files = dict(base.to_json()['files'])
         if is_chat(tokenizer) and tokenizer.has_own_template():
-            files['tokenizer.json'] = made = json.loads(files['tokenizer.json'])
-            made['added_tokens'] += map(added_token, tokenizer.ids.values(), tokenizer.ids)
-            made['model']['vocab'] |= tokenizer.ids
+            tokenizer_json = json.loads(files['tokenizer.json'])
+            for name, i in tokenizer.ids.items():
+                tokenizer_json['added_tokens'].append(added_token(i, name))
+            tokenizer_json['model']['vocab'] |= tokenizer.ids
+            files['tokenizer.json'] = tokenizer_json
             files[OUR_TOKENIZER] = tokenizer.to_json()
     else:
-        made = hf_tokenizer(tokenizer)
-        special = {token['id']: token['content'] for token in made['added_tokens']}
-        files = {'tokenizer.json': made, OUR_TOKENIZER: tokenizer.to_json(),
+        tokenizer_json = hf_tokenizer(tokenizer)
+        special = {token['id']: token['content'] for token in tokenizer_json['added_tokens']}
+        files = {'tokenizer.json': tokenizer_json, OUR_TOKENIZER: tokenizer.to_json(),
                  'tokenizer_config.json': {
                      'tokenizer_class': 'PreTrainedTokenizerFast', 'model_max_length': block_size,
-                     'bos_token': special.get(begin), 'eos_token': special.get(end),
+                     'bos_token': special.get(bos_id), 'eos_token': special.get(eos_id),
                      'clean_up_tokenization_spaces': False}}
     if is_chat(tokenizer):
         files[TEMPLATE_FILE] = tokenizer.template or TEMPLATE
-    if is_chat(tokenizer) or not foreign:  # what ends our texts ends them there too
-        generation = json.loads(files.get('generation_config.json', '{"do_sample": true}'))
-        files['generation_config.json'] = {
-            **generation, 'eos_token_id': sorted(tokenizer.stop_ids) or None}
+    if is_chat(tokenizer) or not is_pretrained:  # stop at the same tokens as plainGPT
+        generation_config = json.loads(files.get('generation_config.json', '{"do_sample": true}'))
+        generation_config['eos_token_id'] = sorted(tokenizer.stop_ids) or None
+        files['generation_config.json'] = generation_config
     return files
 
 
-def first_and_last(tokenizer):
-    """→ (the id that a text begins with, the one that ends it), None where there is none."""
-    begin = tokenizer.end_of_text
-    return begin, tokenizer.end_of_turn if is_chat(tokenizer) else min(
-        tokenizer.stop_ids - {begin}, default=begin)
+def bos_and_eos(tokenizer):
+    """→ (the id that starts a text, the id that ends it); None if there is none."""
+    bos_id = tokenizer.end_of_text
+    if is_chat(tokenizer):
+        return bos_id, tokenizer.end_of_turn
+    return bos_id, min(tokenizer.stop_ids - {bos_id}, default=bos_id)
 
 
 # -----------------------------------------------------------------------------
@@ -97,31 +102,32 @@ def first_and_last(tokenizer):
 
 
 def hf_tokenizer(tokenizer):
-    """The content of tokenizer.json (the format of Hugging Face's tokenizers library)."""
-    whole, tokenizer = tokenizer, tokenizer.base if is_chat(tokenizer) else tokenizer
-    kind, end = tokenizer.to_json()['kind'], tokenizer.end_of_text
-    special = {} if end is None else {END_OF_TEXT: end}
+    """The content of tokenizer.json, the format of Hugging Face's tokenizers library."""
+    base = tokenizer.base if is_chat(tokenizer) else tokenizer
+    kind = base.to_json()['kind']
+    end_of_text = base.end_of_text
+    special = {} if end_of_text is None else {END_OF_TEXT: end_of_text}
     merges = []
     if kind == 'char':
-        vocab = {char: i for i, char in enumerate(tokenizer.chars)}
-        cut, join = None, {'type': 'Fuse'}
+        vocab = {char: i for i, char in enumerate(base.chars)}
+        pre_tokenizer, decoder = None, {'type': 'Fuse'}
     else:
-        tokens = [tokenizer.decode_bytes([i]) for i in range(end)]
+        tokens = [base.decode_bytes([i]) for i in range(end_of_text)]
         vocab = {as_printable(token): i for i, token in enumerate(tokens)}
-        merges = [' '.join(map(as_printable, pair)) for pair in find_merges(tokens)]
-        # Its pattern for cutting text is GPT-2's, and ours.
-        cut = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True,
-               'use_regex': kind != 'byte'}
-        join = {**cut, 'add_prefix_space': True, 'use_regex': True}
+        merges = [f'{as_printable(a)} {as_printable(b)}' for a, b in find_merges(tokens)]
+        # The regex of ByteLevel is GPT-2's, which is ours too.
+        pre_tokenizer = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True,
+                         'use_regex': kind != 'byte'}
+        decoder = {**pre_tokenizer, 'add_prefix_space': True, 'use_regex': True}
         if kind == 'bpe':
-            special[PADDING] = end + 1
-    if is_chat(whole):
-        special |= {name: tokenizer.vocab_size + i for i, name in enumerate(SPECIAL_TOKENS)}
+            special[PADDING] = end_of_text + 1
+    if is_chat(tokenizer):
+        special |= {name: base.vocab_size + i for i, name in enumerate(SPECIAL_TOKENS)}
     return {
-        'version': '1.0', 'pre_tokenizer': cut, 'decoder': join,
+        'version': '1.0', 'pre_tokenizer': pre_tokenizer, 'decoder': decoder,
         'added_tokens': [added_token(i, text) for text, i in special.items()],
         'model': {'type': 'BPE', 'vocab': vocab | special, 'merges': merges,
-                  'ignore_merges': kind in ('gpt2', 'bpe')},  # as tiktoken: whole words first
+                  'ignore_merges': kind in ('gpt2', 'bpe')},  # like tiktoken: whole tokens first
     }
 
 
@@ -131,22 +137,22 @@ def added_token(i, text):
 
 
 def find_merges(tokens):
-    """The bytes of all tokens, in order of rank → the two parts that each was merged from."""
-    rank = {token: i for i, token in enumerate(tokens)}
+    """The tokens of a BPE as bytes, in order of rank → the pair that each was merged from."""
+    ranks = {token: i for i, token in enumerate(tokens)}
     merges = []
     for i, token in enumerate(tokens):
-        parts = [token[j:j + 1] for j in range(len(token))]
-        while len(parts) > 2:
-            pairs = [rank.get(a + b, i) for a, b in pairwise(parts)]
-            if min(pairs) == i:
+        pieces = [token[j:j + 1] for j in range(len(token))]
+        while len(pieces) > 2:
+            pair_ranks = [ranks.get(a + b, i) for a, b in pairwise(pieces)]
+            if min(pair_ranks) == i:
                 break
-            at = pairs.index(min(pairs))
-            parts[at:at + 2] = [parts[at] + parts[at + 1]]
-        if len(parts) == 2:
-            merges.append(parts)
+            at = pair_ranks.index(min(pair_ranks))
+            pieces[at:at + 2] = [pieces[at] + pieces[at + 1]]
+        if len(pieces) == 2:
+            merges.append(pieces)
     return merges
 
 
 def as_printable(token):
-    """Bytes as the visible characters that GPT-2's vocabulary shows them as: a space is 'Ġ'."""
+    """Bytes as the printable characters of GPT-2's vocabulary, in which a space is 'Ġ'."""
     return ''.join(PRINTABLE[byte] for byte in token)

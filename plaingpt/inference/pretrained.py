@@ -1,4 +1,4 @@
-"""Weights from elsewhere → a GPT. Nothing that is read can run code."""
+"""Pretrained weights → a GPT. No file that is read can run code."""
 
 import re
 from collections.abc import Callable
@@ -12,116 +12,131 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from model import GPT, ROW_PER_TOKEN, GPTConfig
+from model import GPT, VOCAB_WEIGHTS, GPTConfig
 from plaingpt.data.foreign_tokenizer import download, read_tokenizer
 from plaingpt.inference.hf_architectures import READABLE, SIZES, without_padding
 from plaingpt.system.distributed import local_rows
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import is_hub_name, read_json
-from plaingpt.weights import PRETRAINED, begin_new_tokens, check_finite
+from plaingpt.weights import PRETRAINED, check_finite, init_new_tokens
 
-# Older versions of transformers saved masks and the speeds of rotary positions beside the weights.
-NO_WEIGHTS = re.compile(r'(transformer\.)?h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq')
+# Older versions of transformers saved attention masks and rotary frequencies as buffers.
+BUFFERS = re.compile(r'(transformer\.)?h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq')
 
 
 def open_pretrained(source):
-    """'gpt2…' or OWNER/NAME of the hub, a folder in the Hugging Face layout (one of READABLE)
-    or a ckpt.pt of nanoGPT, or its folder → Pretrained. Raises UserError."""
+    """'gpt2…' or OWNER/NAME on the hub, a folder in the Hugging Face layout (of an architecture in
+    READABLE), or nanoGPT's ckpt.pt or its folder → Pretrained. Raises UserError."""
     path = Path(source)
     if (path / 'ckpt.pt').exists() and not (path / 'config.json').exists():
         path = path / 'ckpt.pt'
     if path.suffix in ('.pt', '.pth'):
-        return Pretrained(source, path, *read_nanogpt(path))
+        config, weights = read_nanogpt(path)
+        return Pretrained(source, path, without_padding, config, weights)
     if source in PRETRAINED and not path.is_dir():
         return Pretrained(source, path, READABLE['gpt2'].write_weights, PRETRAINED[source])
     if path.is_dir() and not (path / 'config.json').exists():
-        raise UserError(f'{source} has no checkpoint of a run, no config.json and no ckpt.pt: name '
-                        'a folder that has one of them')
+        raise UserError(f'{source}: no checkpoint, config.json or ckpt.pt in this folder; name one '
+                        'that has one of these')
     folder = path if path.is_dir() else download_model(source, ['config.json'])
     with explain_bad_folder(folder):
-        hf = read_json(folder / 'config.json')
-        if (architecture := READABLE.get(str(hf.get('model_type')))) is None:
-            raise ValueError(f'config.json says model_type={hf.get("model_type")!r}, and only '
-                             f'{", ".join(READABLE)} are supported')
-        config = architecture.read_config(hf)
-        for problem in config.conflicts():
-            raise ValueError(problem)
+        hf_config = read_json(folder / 'config.json')
+        model_type = hf_config.get('model_type')
+        architecture = READABLE.get(str(model_type))
+        if architecture is None:
+            raise ValueError(f'config.json: model_type={model_type!r} is not supported; supported '
+                             f'are {", ".join(READABLE)}')
+        config = architecture.read_config(hf_config)
+        for conflict in config.conflicts():
+            raise ValueError(conflict)
         return Pretrained(source, path, architecture.write_weights, config)
 
 
 @dataclass
 class Pretrained:
-    """Pretrained weights. They are downloaded, read and checked when they are used."""
+    """Pretrained weights, which are downloaded, read and checked on first use."""
 
     source: str
-    path: Path  # of the folder, or of the ckpt.pt; of weights on the hub none is there
-    write_weights: Callable  # {our name: tensor}, GPTConfig → {their name: tensor}, in one memory
+    path: Path  # the folder or the ckpt.pt; does not exist for weights on the hub
+    # {our name: tensor}, GPTConfig → {name in the file: tensor}, which share memory
+    write_weights: Callable
     config: GPTConfig
-    nanogpt: dict | None = None  # {name: tensor} of a ckpt.pt
-    state: ClassVar = {}  # of no run of ours
+    nanogpt_weights: dict | None = None  # {name: tensor} of a ckpt.pt
+    state: ClassVar = {}  # no training state, unlike a checkpoint's
 
     @cached_property
     def folder(self):
-        """With all its files."""
+        """The folder with all files, downloaded if needed."""
         return self.path if self.path.is_dir() else download_model(self.source)
 
     @cached_property
     def weights(self):
-        """{their name: tensor}, which is read from its file where it is used. Raises UserError that
-        names what is missing, unknown, or of another shape than in the model."""
-        found, config = self.nanogpt or read_weights(self.folder), self.config
+        """{name in the file: tensor}, memory-mapped. Raises UserError that names a tensor that is
+        missing, unexpected or has the wrong shape."""
+        tensors = self.nanogpt_weights or read_weights(self.folder)
         with torch.device('meta'):
-            wanted = self.write_weights(dict(GPT(config).named_parameters()), config)
-        # OpenAI's own upload leaves the prefix of the names out.
-        found = {f'transformer.{name}' if f'transformer.{name}' in wanted else name: w
-                 for name, w in found.items() if not NO_WEIGHTS.fullmatch(name)}
-        if config.tied_head:
-            found.pop('lm_head.weight', None)  # some files have the embedding twice
-        for name in sorted(wanted.keys() | found.keys()):
-            there, right = (tuple(each[name].shape) if name in each else 'none'
-                            for each in (found, wanted))
-            if there != right:
-                raise UserError(f'{self.source}: its weights do not fit its configuration: '
-                                f'{name!r} is {there}, expected {right}')
-        return found
+            parameters = dict(GPT(self.config).named_parameters())
+            expected = self.write_weights(parameters, self.config)
+        weights = {}
+        for name, w in tensors.items():
+            if f'transformer.{name}' in expected:
+                name = f'transformer.{name}'  # OpenAI's upload omits this prefix
+            if not BUFFERS.fullmatch(name):
+                weights[name] = w
+        if self.config.tied_head:
+            weights.pop('lm_head.weight', None)  # some files hold the embedding twice
+        for name in sorted(expected.keys() | weights.keys()):
+            shape, expected_shape = shape_of(weights, name), shape_of(expected, name)
+            if shape != expected_shape:
+                raise UserError(f'{self.source}: the weights do not match the configuration: '
+                                f'{name!r} is {shape}, expected {expected_shape}')
+        return weights
 
     @torch.no_grad()
     def load_into(self, model):
-        """Copy them into a GPT of this shape. It may have a shorter block_size and more tokens: a
-        new token begins as the mean of the old ones. If it is sharded, each process keeps its own
-        rows. Raises UserError where a weight is not finite."""
-        weights, known, config = self.weights, self.config.vocab_size, model.config
+        """Copy the weights into a GPT of the same architecture. Its block_size may be shorter and
+        its vocabulary larger: a new token starts as the mean of the pretrained ones. Into a sharded
+        model, each process copies its own rows. Raises UserError if a weight is not finite."""
+        pretrained_vocab_size, config = self.config.vocab_size, model.config
         for name, p in model.named_parameters():
-            mine, first = local_rows(p)
-            whole = mine if len(mine) == len(p) else torch.empty(p.shape)
-            for theirs, part in self.write_weights({name: whole}, config).items():
-                read = weights[theirs][:len(part)]
-                part[:len(read)].copy_(read)
-            if whole is not mine:
-                mine.copy_(whole[first:first + len(mine)])
-            if name.endswith(ROW_PER_TOKEN):
-                mean = read[:known].float().mean(0) if config.vocab_size > known \
-                    else torch.zeros(())  # which nothing reads
-                begin_new_tokens(p, mean, known, config.vocab_size)
+            local, first = local_rows(p)
+            whole = local if len(local) == len(p) else torch.empty(p.shape)
+            for file_name, target in self.write_weights({name: whole}, config).items():
+                rows = self.weights[file_name][:len(target)]
+                target[:len(rows)].copy_(rows)
+            if whole is not local:
+                local.copy_(whole[first:first + len(local)])
+            if name.endswith(VOCAB_WEIGHTS):
+                mean = torch.zeros(())  # not used unless there are new tokens
+                if config.vocab_size > pretrained_vocab_size:
+                    mean = rows[:pretrained_vocab_size].float().mean(0)
+                init_new_tokens(p, mean, pretrained_vocab_size, config.vocab_size)
         check_finite(model, self.source)
 
     def tokenizer_json(self):
-        """The description of the tokenizer that goes with the weights, or None where nothing says.
-        Raises UserError."""
+        """The description of the weights' tokenizer, or None if it is not known. Raises UserError.
+        """
         vocab_size = self.config.vocab_size
         gpt2 = {'kind': 'gpt2'} if vocab_size == 50257 else None
-        if self.nanogpt or (gpt2 and self.source in PRETRAINED and not self.path.is_dir()):
-            return gpt2  # tiktoken has what the tokenizer.json of OpenAI's models says
+        if self.nanogpt_weights:
+            return gpt2
+        if gpt2 and self.source in PRETRAINED and not self.path.is_dir():
+            return gpt2  # from tiktoken, the same as the tokenizer.json of OpenAI's models
         return read_tokenizer(self.folder, vocab_size) or gpt2
 
 
+def shape_of(tensors, name):
+    return tuple(tensors[name].shape) if name in tensors else 'missing'
+
+
 def read_weights(folder):
-    """{name: tensor} of model.safetensors, or of several files. Raises UserError."""
-    found = {}
+    """{name: tensor} from model.safetensors or its shards, memory-mapped. Raises UserError."""
+    paths = sorted(folder.glob('model*.safetensors')) or [folder / 'model.safetensors']
+    weights = {}
     with explain_bad_folder(folder):
-        for path in sorted(folder.glob('model*.safetensors')) or [folder / 'model.safetensors']:
-            found |= load_file(path)  # maps it into memory
-    return found
+        for path in paths:
+            weights |= load_file(path)
+    return weights
 
 
 @contextmanager
@@ -130,38 +145,44 @@ def explain_bad_folder(folder):
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError,
             SafetensorError) as e:
-        what = f'config.json has no {e}' if isinstance(e, KeyError) else str(e).splitlines()[0]
+        reason = str(e).splitlines()[0]
+        if isinstance(e, KeyError):
+            reason = f'config.json has no {e}'
         raise UserError(f'{folder}: cannot be read as a model in the Hugging Face layout '
-                        f'({what[:300]})') from None
+                        f'({reason[:300]})') from None
 
 
 def download_model(name, patterns=('*.json', '*.jinja', 'model*.safetensors')):
-    """Fetch 'gpt2…' or OWNER/NAME from the Hugging Face hub (or its cache) → folder. Raises
-    UserError."""
-    if name not in PRETRAINED and not is_hub_name(name):
-        raise UserError(f'{name!r} is neither a folder, nor a .pt file, nor one of '
-                        f'{", ".join(PRETRAINED)}, nor OWNER/NAME on the Hugging Face hub')
-    return download(f'openai-community/{name}' if name in PRETRAINED else name, patterns)
+    """Download 'gpt2…' or OWNER/NAME from the Hugging Face Hub, or find it in the cache → folder.
+    Raises UserError."""
+    if name in PRETRAINED:
+        return download(f'openai-community/{name}', patterns)
+    if not is_hub_name(name):
+        raise UserError(f'{name!r} is not a folder, a .pt file, one of {", ".join(PRETRAINED)}, or '
+                        'OWNER/NAME on the Hugging Face Hub')
+    return download(name, patterns)
 
 
 def read_nanogpt(path):
-    """A ckpt.pt of nanoGPT → what Pretrained has of it: (write_weights, GPTConfig, {name:
-    tensor}). torch's loader runs no code."""
+    """nanoGPT's ckpt.pt → (GPTConfig, {name: tensor}). Runs no code from the file. Raises
+    UserError."""
     try:
-        # mapped: the optimizer's state beside the weights is never read
-        found = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-        args = found['model_args']
+        # mmap: the optimizer state beside the weights is never read
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+        args = checkpoint['model_args']
         config = GPTConfig(**{key: args[key] for key in SIZES}, bias=args.get('bias', True),
                            mlp='gelu_erf')
-        if config.vocab_size == 50304:  # GPT-2's 50,257 and padding, which no text contains
+        if config.vocab_size == 50304:  # GPT-2's 50,257 tokens and padding
             config.vocab_size = 50257
         weights = {re.sub(r'^(_orig_mod\.|module\.)*', '', name): w
-                   for name, w in found['model'].items()}
+                   for name, w in checkpoint['model'].items()}
         weights = without_padding(weights, config)
-    except Exception as e:  # torch's loader raises many kinds of errors on such a file
-        if code := re.search(r'GLOBAL (\S+)', str(e)):
-            raise UserError(f'{path}: refused: it holds {code[1]}, which could run code when '
-                            'loaded; nothing in it was run') from None
-        raise UserError(f'{path}: damaged, or no checkpoint of nanoGPT ({type(e).__name__}: '
-                        f'{(str(e).splitlines() or [""])[0][:120]})') from None
-    return without_padding, config, weights
+    except Exception as e:  # torch.load raises many kinds of errors
+        refused = re.search(r'GLOBAL (\S+)', str(e))
+        if refused:
+            raise UserError(f'{path}: refused, because it contains {refused[1]}, which could run '
+                            'code when loaded; nothing was run') from None
+        reason = (str(e).splitlines() or [''])[0][:120]
+        raise UserError(f'{path}: is damaged or not a nanoGPT checkpoint ({type(e).__name__}: '
+                        f'{reason})') from None
+    return config, weights

@@ -1,4 +1,4 @@
-"""A GPT for transformers 5: export.py puts it beside model.py, and from_pretrained() imports it."""
+"""A GPT for transformers 5. export.py copies this file, and from_pretrained() imports it."""
 
 import torch
 import torch.nn.functional as F
@@ -21,55 +21,62 @@ class PlainGPT(PreTrainedModel, GenerationMixin):
     def __init__(self, config):
         super().__init__(config)
         dtype = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)  # for the angles of positions
+        torch.set_default_dtype(torch.float32)  # rotary angles need float32
         with torch.device('cpu'):
             self.gpt = GPT(GPTConfig(**config.gpt))
         torch.set_default_dtype(dtype)
         for p in self.gpt.parameters():
             p.data = p.data.to(dtype)
-        self.tables = {name: table.clone() for name, table in self.gpt.named_buffers()}
+        self.buffers_copy = {name: buffer.clone() for name, buffer in self.gpt.named_buffers()}
         self.post_init()
 
     def _init_weights(self, module):
-        for name, table in self.gpt.named_buffers():  # no file has them: loading leaves them empty
-            table.data.copy_(self.tables[name])
+        for name, buffer in self.gpt.named_buffers():  # not saved, so loading leaves them empty
+            buffer.data.copy_(self.buffers_copy[name])
 
     def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=True,
                 logits_to_keep=0, **ignored):
         cache = DynamicCache() if past_key_values is None else past_key_values
-        step = Step(cache, input_ids, attention_mask, self.gpt.config.n_layer)
-        logits = self.gpt.logits(self.gpt.hidden(input_ids, step)[:, -logits_to_keep:])
+        adapter = CacheAdapter(cache, input_ids, attention_mask, self.gpt.config.n_layer)
+        x = self.gpt.hidden(input_ids, adapter)  # (B, T, C)
+        logits = self.gpt.logits(x[:, -logits_to_keep:])  # 0 keeps all
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache if use_cache else None)
 
 
-class Step:
-    """New tokens, idx (B, T), as GPT.hidden takes a cache: positions, mask, and a part for each
-    layer. attention_mask: (B, tokens so far), 0 for padding, or None"""
+class CacheAdapter:
+    """Gives GPT.hidden() the interface of a KVCache on a DynamicCache of transformers, for the new
+    tokens idx (B, T). attention_mask: (B, tokens so far), 0 for padding, or None"""
 
     def __init__(self, cache, idx, attention_mask, n_layer):
-        begin, end = cache.get_seq_length(), cache.get_seq_length() + idx.size(1)
+        begin = cache.get_seq_length()
+        end = begin + idx.size(1)
         if attention_mask is None:
             attention_mask = torch.ones(len(idx), end, device=idx.device)
-        keys, real = torch.arange(end, device=idx.device), attention_mask.bool()  # (end,), (B, end)
-        self.columns, self.padding = keys[begin:], ~real[:, begin:, None]  # (T,), (B, T, 1)
-        self.positions = (real.cumsum(1) - 1).clamp(min=0)[:, begin:]  # (B, T)
+        not_padding = attention_mask.bool()  # (B, end)
+        keys = torch.arange(end, device=idx.device)  # (end,)
+        self.columns = keys[begin:]  # (T,)
+        self.padding = ~not_padding[:, begin:, None]  # (B, T, 1)
+        self.positions = (not_padding.cumsum(1) - 1).clamp(min=0)[:, begin:]  # (B, T)
         queries = self.columns[:, None]
-        self.mask = (keys <= queries) & real[:, None, None] | (keys == queries)  # (B, 1, T, end)
-        # beside keys and values: what short convolutions read of each token
+        # (B, 1, T, end); padding attends to itself
+        self.mask = (keys <= queries) & not_padding[:, None, None] | (keys == queries)
+        # The cache gets layers for the inputs of short convolutions and of the n-gram embedding.
         cache.layers += [DynamicLayer() for _ in range(2 * n_layer + 1 - len(cache.layers))]
-        self.layers = [Layer(self, cache.layers[i], cache.layers[n_layer + i])
+        self.layers = [LayerAdapter(self, cache.layers[i], cache.layers[n_layer + i])
                        for i in range(n_layer)]
-        self.tokens = Layer(self, None, cache.layers[-1])  # for n-grams
+        self.tokens = LayerAdapter(self, None, cache.layers[-1])
 
 
-class Layer:
-    def __init__(self, step, attended, convolved):
-        self.step, self.attended, self.convolved = step, attended, convolved
-        self.columns = step.columns
+class LayerAdapter:
+    def __init__(self, adapter, kv_layer, input_layer):
+        self.adapter = adapter
+        self.kv_layer = kv_layer
+        self.input_layer = input_layer
+        self.columns = adapter.columns
 
     def extend(self, k, v):
-        return *self.attended.update(k, v), self.step.mask
+        return *self.kv_layer.update(k, v), self.adapter.mask
 
-    def with_earlier(self, x, n):
-        x, _ = self.convolved.update(x.masked_fill(self.step.padding, 0), x[..., :0])
+    def prepend_earlier(self, x, n):
+        x, _ = self.input_layer.update(x.masked_fill(self.adapter.padding, 0), x[..., :0])
         return F.pad(x, (0, 0, n, 0))[:, -(n + len(self.columns)):]  # (B, n + T, C)

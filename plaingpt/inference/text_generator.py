@@ -1,4 +1,4 @@
-"""Prompts → texts, in pieces as they come: a model with its tokenizer."""
+"""Text generation and chat: a model with its tokenizer, streaming, stop strings."""
 
 import codecs
 import sys
@@ -18,15 +18,15 @@ from plaingpt.system.formatting import printable
 
 @dataclass
 class Sampling:
-    """How texts are drawn: settings of sample.py, and options of TextGenerator.generate."""
+    """Sampling parameters: settings of sample.py and options of TextGenerator.generate."""
 
     # sampling
-    max_new_tokens: int = 500  # most tokens in each sample
-    temperature: float = 0.8  # below 1 safer, above 1 wilder, 0 likeliest
-    top_k: int = 200  # choose among this many of the likeliest tokens; 0 for all
-    top_p: float = 1.0  # the likeliest that add up to this
-    repetition_penalty: float = 1.0  # above 1: earlier tokens are less likely
-    seed: int = 1337  # of the random numbers; the same seed gives the same text
+    max_new_tokens: int = 500  # maximum number of tokens per sample
+    temperature: float = 0.8  # below 1: less random; above 1: more random; 0: greedy
+    top_k: int = 200  # sample from the k most likely tokens; 0: from all
+    top_p: float = 1.0  # nucleus sampling: from the most likely tokens that add up to this
+    repetition_penalty: float = 1.0  # above 1: makes tokens that already occurred less likely
+    seed: int = 1337  # random seed; the same seed gives the same text
 
     above_0 = ('max_new_tokens', 'top_p', 'repetition_penalty')
     at_least_0 = ('temperature', 'top_k', 'seed')
@@ -36,157 +36,174 @@ class Sampling:
 
 
 def print_text(text, end='\n'):
-    """Print what a model wrote. In a terminal, control characters are written out as text."""
-    print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
+    """Print generated text, with control characters escaped if the output is a terminal."""
+    if sys.stdout.isatty():
+        text = printable(text)
+    print(text, end=end, flush=True)
 
 
-def list_stops(stop):
-    """A text that ends what is written ('' for none), or several → a list. Raises UserError."""
-    stops = list(filter(None, [stop])) if isinstance(stop, str) else stop
-    if not isinstance(stops, list | tuple) \
-            or not all(isinstance(each, str) and each for each in stops):
-        raise UserError(f'stop={stop!r}: expected a text, or a list of texts, none of them empty')
-    return stops
+def list_stop_strings(stop):
+    """A stop string ('' for none), or a list of them → a list. Raises UserError."""
+    if isinstance(stop, str):
+        return [stop] if stop else []
+    if not isinstance(stop, list | tuple) or not all(isinstance(s, str) and s for s in stop):
+        raise UserError(f'stop={stop!r}: expected a string or a list of nonempty strings')
+    return stop
 
 
 def parse_history(messages):
-    """As parse_messages, for what clients of OpenAI's API send: an answer may be empty."""
+    """Like parse_messages, but allows empty assistant messages, which clients of OpenAI's API send.
+    """
     from plaingpt.data.chat_tokenizer import MARK
     from plaingpt.data.conversations import parse_messages
-    if isinstance(messages, list) and all(isinstance(each, dict) for each in messages):
-        # parse_messages refuses a blank text; no tokenizer reads MARK
-        messages = [{**each, 'content': MARK} if is_blank_answer(each) else each
-                    for each in messages]
+    if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
+        # parse_messages rejects blank texts; chat tokenizers encode MARK as no tokens
+        messages = [{**message, 'content': MARK} if is_blank_answer(message) else message
+                    for message in messages]
     return parse_messages(messages, 'messages')
 
 
 def is_blank_answer(message):
-    """Whether the assistant says nothing in a message."""
+    """Whether this is an assistant message without text."""
     from plaingpt.data.conversations import has_content, join_text
     return message.get('role') == 'assistant' and not has_content(join_text(message.get('content')))
 
 
 class StreamDecoder:
-    """Decodes one row's tokens as they come, and calls `show` with each new piece of text: whole
-    characters only, and nothing of a stop string or after it."""
+    """Decodes the tokens of one row as they are generated, and calls `on_text` with each new piece
+    of text: complete characters only, up to the first stop string."""
 
-    def __init__(self, tokenizer, stop=(), show=None):
-        self.tokenizer, self.stop, self.show = tokenizer, stop, show
-        self.bytes = codecs.getincrementaldecoder('utf-8')('replace')
-        self.text, self.shown = '', 0  # characters
+    def __init__(self, tokenizer, stop_strings=(), on_text=None):
+        self.tokenizer = tokenizer
+        self.stop_strings = stop_strings
+        self.on_text = on_text
+        self.utf8 = codecs.getincrementaldecoder('utf-8')('replace')
+        self.text = ''
+        self.n_emitted = 0  # characters passed to on_text
 
     def add(self, token):
-        """→ whether the text ends here, as before a stop string that is complete"""
-        before = len(self.text)
-        self.text += self.bytes.decode(self.tokenizer.decode_bytes([token]))
-        found = [self.text.find(stop, max(0, before - len(stop))) for stop in self.stop]
-        stops = [at for at in found if at >= 0]
-        if stops:
-            self.text = self.text[:min(stops)]
-            self.bytes.reset()
-        end = self.shown  # what comes after it may begin a stop string
-        while end < len(self.text) and not any(
-                stop.startswith(self.text[end:]) for stop in self.stop):
+        """Decode a token → whether the text is complete, because a stop string follows it."""
+        previous_length = len(self.text)
+        self.text += self.utf8.decode(self.tokenizer.decode_bytes([token]))
+        positions = [self.text.find(stop, max(0, previous_length - len(stop)))
+                     for stop in self.stop_strings]
+        positions = [position for position in positions if position >= 0]
+        if positions:
+            self.text = self.text[:min(positions)]
+            self.utf8.reset()
+        end = self.n_emitted  # hold back what may be the start of a stop string
+        while end < len(self.text) and not self.may_start_stop(self.text[end:]):
             end += 1
-        self.release(end)
-        return bool(stops)
+        self.emit(end)
+        return bool(positions)
 
-    def release(self, end):
-        """Show the text up to here."""
-        if self.show and end > self.shown:
-            self.show(self.text[self.shown:end])
-        self.shown = end
+    def may_start_stop(self, text):
+        return any(stop.startswith(text) for stop in self.stop_strings)
+
+    def emit(self, end):
+        """Pass the text up to `end` to on_text."""
+        if self.on_text and end > self.n_emitted:
+            self.on_text(self.text[self.n_emitted:end])
+        self.n_emitted = end
 
     def finish(self):
-        """→ the whole text; a character that was never completed is U+FFFD."""
-        self.text += self.bytes.decode(b'', final=True)
-        self.release(len(self.text))
+        """→ the whole text; an incomplete character becomes U+FFFD."""
+        self.text += self.utf8.decode(b'', final=True)
+        self.emit(len(self.text))
         return self.text
 
 
 class TextGenerator:
-    """Writes texts. context: of prepare_for_generation; compiled: of generation.generate"""
+    """A model and its tokenizer. context: from prepare_for_generation(); compiled: a CompiledStep
+    """
 
     def __init__(self, model, tokenizer, context=None, compiled=None):
-        self.model, self.tokenizer = model, tokenizer
-        self.context, self.compiled = context or nullcontext(), compiled
-        self.tokens, self.seconds = 0, 0.0  # generated so far, and the time it took
-        self.cancelled = False  # another thread sets it to end what is being written
+        self.model = model
+        self.tokenizer = tokenizer
+        self.context = context or nullcontext()
+        self.compiled = compiled
+        self.tokens = 0  # generated so far
+        self.seconds = 0.0  # spent on generating them
+        self.cancelled = False  # set by another thread to stop generating
 
     def generate(self, prompt, stop=(), **sampling):
-        """Continue a text → the text after it; of a list of texts, a list.
+        """Continue a prompt → the new text; for a list of prompts, a list of texts.
 
-        stop: a string that ends the text ('' for none), or several; sampling: fields of Sampling.
+        stop: a stop string ('' for none) or a list of them; sampling: fields of Sampling.
         Raises UserError.
         """
         sampling = checked(Sampling, sampling)
-        texts = [prompt] if isinstance(prompt, str) else prompt
-        prompts = [self.encode(text, 'the prompt') for text in texts]
-        new = self.write(prompts, range(len(prompts)), sampling, stop)
-        return new[0] if isinstance(prompt, str) else new
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        ids = [self.encode(text, 'the prompt') for text in prompts]
+        texts = self.generate_texts(ids, range(len(ids)), sampling, stop)
+        return texts[0] if isinstance(prompt, str) else texts
 
     def answer(self, messages, stop=(), **sampling):
-        """What the assistant says next in a conversation, [{'role': 'user', 'content': 'Hi!'}, …].
+        """The assistant's next message in a conversation, [{'role': 'user', 'content': 'Hi!'}, …].
 
-        For models that were tuned on conversations. stop, sampling: see generate(). If the
-        context is too short, the oldest turns are left out. UserError
+        For models that were fine-tuned on conversations. If the conversation exceeds the context,
+        the oldest turns are dropped. stop, sampling: as in generate(). Raises UserError.
         """
         ids, sampling = self.prepare_answer(messages, checked(Sampling, sampling))
-        [text] = self.write([ids], [0], sampling, stop)
+        [text] = self.generate_texts([ids], [0], sampling, stop)
         return text
 
     def prepare_answer(self, messages, sampling):
-        """Messages, of which parse_history says more, and a Sampling → (ids to continue, a Sampling
-        of an answer that has room behind them).
+        """Messages (see parse_history) and a Sampling → (token ids of the prompt, a Sampling whose
+        max_new_tokens fits behind it).
 
-        A quarter of block_size is kept free for the answer, or max_new_tokens if that is less: the
-        oldest messages are left out, but not the system's and the last one. Raises UserError.
+        A quarter of block_size is reserved for the answer, or max_new_tokens if that is less: the
+        oldest turns are dropped, except for the system message and the last one. Raises UserError.
         """
         if not is_chat(self.tokenizer):
-            raise UserError('messages: this model was not tuned on conversations, so it goes on '
-                            'from a prompt alone (/v1/completions): see docs/chat.md')
+            raise UserError('messages: this model was not fine-tuned on conversations; send a '
+                            'prompt to /v1/completions instead, or see docs/chat.md')
         messages = parse_history(messages)
         if messages[-1]['role'] != 'user':
-            raise UserError('messages: the last one must be of the user, to be answered')
+            raise UserError("messages: the last message must have the role 'user'")
         block_size = self.model.config.block_size
-        users = [i for i, message in enumerate(messages) if message['role'] == 'user']
+        turns = [i for i, message in enumerate(messages) if message['role'] == 'user']
 
         def encode_from(first):
-            return self.tokenizer.encode_prompt(messages[:users[0]] + messages[first:]).tolist()
+            return self.tokenizer.encode_prompt(messages[:turns[0]] + messages[first:]).tolist()
 
-        most = block_size - min(sampling.max_new_tokens, block_size // 4)
-        left_out = bisect_left(users[:-1], True, key=lambda i: len(encode_from(i)) <= most)
-        ids = encode_from(users[left_out])
+        def fits(first):
+            return len(encode_from(first)) <= max_prompt_tokens
+
+        max_prompt_tokens = block_size - min(sampling.max_new_tokens, block_size // 4)
+        n_dropped = bisect_left(turns[:-1], True, key=fits)
+        ids = encode_from(turns[n_dropped])
         if len(ids) > block_size:
-            raise UserError(f'the message has {len(ids):,} tokens with what the system says, and '
-                            f'the model reads at most {block_size:,}: write less')
-        room = min(sampling.max_new_tokens, block_size - len(ids) + 1)
-        return ids, replace(sampling, max_new_tokens=room)
+            raise UserError(f'the message is too long: {len(ids):,} tokens with the system prompt, '
+                            f'and the context length is {block_size:,}; shorten it')
+        max_new_tokens = min(sampling.max_new_tokens, block_size - len(ids) + 1)
+        return ids, replace(sampling, max_new_tokens=max_new_tokens)
 
-    def encode(self, text, where):
-        """→ ids. Raises UserError for a text that no model of this tokenizer continues."""
+    def encode(self, text, name):
+        """A prompt → token ids. Raises UserError for anything else; `name` is for its message."""
         if not isinstance(text, str):
-            raise UserError(f'{where} must be a text')
+            raise UserError(f'{name} must be a string')
         ids = self.tokenizer.encode(text).tolist()
         if not ids and self.tokenizer.end_of_text is None:
-            raise UserError(f'{where} is empty: give at least one character, such as --start=A')
-        return ids or [self.tokenizer.end_of_text]  # each document begins with it
+            raise UserError(f'{name} is empty; give at least one character, such as --start=A')
+        return ids or [self.tokenizer.end_of_text]  # it starts each document
 
-    def write(self, prompts, numbers, sampling, stop=(), show=None):
-        """Continue `prompts`, lists of ids → texts.
+    def generate_texts(self, prompts, indices, sampling, stop=(), on_text=None):
+        """Continue `prompts` (lists of token ids) → texts.
 
-        numbers: of each text; with sampling.seed it decides the text's random numbers
-        sampling: a Sampling
-        stop: as of generate; show: called with each piece of the one text there is
+        indices: one per text, which together with sampling.seed seeds its random numbers
+        sampling: a Sampling; stop: as in generate()
+        on_text: called with each new piece of text, if there is one prompt
         """
-        stops = list_stops(stop)
-        decoders = [StreamDecoder(self.tokenizer, stops, show) for _ in prompts]
-        generators = [torch.Generator().manual_seed((sampling.seed * 1_000_003 + n) % 2**63)
-                      for n in numbers]
-        ends, began = self.tokenizer.stop_ids, time.perf_counter()
+        stop_strings = list_stop_strings(stop)
+        decoders = [StreamDecoder(self.tokenizer, stop_strings, on_text) for _ in prompts]
+        generators = [torch.Generator().manual_seed((sampling.seed * 1_000_003 + i) % 2**63)
+                      for i in indices]
+        end_tokens = self.tokenizer.stop_ids
+        start_time = time.perf_counter()
 
         def on_token(row, token):
-            if token in ends or self.cancelled:
+            if token in end_tokens or self.cancelled:
                 return True
             self.tokens += 1
             return decoders[row].add(token)
@@ -199,6 +216,6 @@ class TextGenerator:
                     repetition_penalty=sampling.repetition_penalty, generators=generators,
                     on_token=on_token, compiled=self.compiled)
         finally:  # also after Ctrl-C
-            self.seconds += time.perf_counter() - began
+            self.seconds += time.perf_counter() - start_time
             texts = [decoder.finish() for decoder in decoders]
         return texts

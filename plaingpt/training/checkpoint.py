@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from model import ROW_PER_TOKEN, GPTConfig
+from model import VOCAB_WEIGHTS, GPTConfig
 from plaingpt.system.devices import synchronize
 from plaingpt.system.distributed import (
     all_gather,
@@ -40,7 +40,7 @@ from plaingpt.system.distributed import (
 )
 from plaingpt.system.errors import UserError, warn
 from plaingpt.system.files import read_json, refuse_unknown, sha256_of, sync, write_json
-from plaingpt.weights import begin_new_tokens, check_finite, copy_rows
+from plaingpt.weights import check_finite, copy_rows, init_new_tokens
 
 FORMAT_VERSION = 1
 STATE_KEYS = {  # of state.json, beside its checksum
@@ -109,7 +109,7 @@ class Checkpoint:
         reads its own rows. Raises UserError where weights are damaged or misfit."""
         shapes, wanted = self._shapes('model'), dict(model.named_parameters())
         old, new = self.state['model']['vocab_size'], model.config.vocab_size
-        grows = {name for name in wanted if new > old and name.endswith(ROW_PER_TOKEN)}
+        grows = {name for name in wanted if new > old and name.endswith(VOCAB_WEIGHTS)}
         for name in [*wanted, *shapes]:
             start = 1 if name in grows or name == 'transformer.wpe.weight' else 0
             if name not in wanted or name not in shapes \
@@ -122,7 +122,7 @@ class Checkpoint:
             if name in grows:
                 known[name].append(rows[:])
         for name, parts in known.items():
-            begin_new_tokens(wanted[name], torch.cat(parts)[:old].mean(0), old, new)
+            init_new_tokens(wanted[name], torch.cat(parts)[:old].mean(0), old, new)
         self.opened.clear()
 
     @torch.no_grad()

@@ -150,10 +150,10 @@ class Monitor:
     def log_scores(self, scores):
         """Log {task of lm_eval: its scores}."""
         if scores:
-            from plaingpt.inference.lm_eval_model import quote_scores
+            from plaingpt.inference.lm_eval_model import format_scores
             for name, values in scores.items():
                 self.metrics.benchmark(self.run.progress.iter_num, name, values,
-                                       quote_scores(values))
+                                       format_scores(values))
 
     def score_benchmarks(self, model):
         """→ {task of lm_eval: its scores} of the model as it is now."""

@@ -43,7 +43,7 @@ def parameter_groups(model, config):
             group['params'].append(p)
             if 'parts' in group:
                 layer = model.get_submodule(name.rpartition('.')[0])
-                group['parts'].append(tuple(getattr(layer, 'parts', [len(p)])))
+                group['parts'].append(tuple(getattr(layer, 'split_sizes', [len(p)])))
     return {kind: group for kind, group in groups.items() if group['params']}
 
 

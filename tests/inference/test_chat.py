@@ -33,7 +33,7 @@ def talk(capsys, monkeypatch):
         monkeypatch.setattr(builtins, 'input', answer)
         sample.main([f'--out_dir={out_dir}', '--checkpoint=latest', '--device=cpu', '--chat',
                      '--max_new_tokens=70', *options])
-        return capsys.readouterr().out.partition('Ctrl-C stops an answer\n')[2].splitlines()
+        return capsys.readouterr().out.partition('Ctrl-C stops the answer\n')[2].splitlines()
     return talk
 
 
@@ -117,7 +117,7 @@ def test_ctrl_c_stops_the_answer_but_not_the_chat(talk, chat_model, monkeypatch)
     def interrupted(self, prompts, numbers, sampling, stop, show):
         show('half')
         raise KeyboardInterrupt
-    monkeypatch.setattr(TextGenerator, 'write', interrupted)
+    monkeypatch.setattr(TextGenerator, 'generate_texts', interrupted)
     printed = talk(chat_model, 'def', KeyboardInterrupt, 'x')
     assert [line for line in printed if 'half' in line] == 2 * ['half …']
 

@@ -1,6 +1,6 @@
 """plainGPT in Python: `plaingpt.load('out')` opens a model of any kind."""
 
-__version__ = '1.0'
+__version__ = '1.0.0'
 
 
 def load(source, checkpoint='best', tokenizer='auto', device='auto'):

@@ -224,7 +224,7 @@ class CausalSelfAttention(nn.Module):
         self.qkv_sizes = config.qkv_sizes
         self.c_attn = nn.Linear(config.n_embd, sum(self.qkv_sizes),
                                 bias=config.bias or config.qkv_bias)
-        self.c_attn.parts = self.qkv_sizes  # three matrices in one: Muon updates each by itself
+        self.c_attn.matrix_rows = self.qkv_sizes  # Muon updates each of the three separately
         self.c_proj = nn.Linear(self.qkv_sizes[0], config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         self.q_norm = norm(config, config.head_size) if config.qk_norm else nn.Identity()
@@ -295,7 +295,7 @@ class MLP(nn.Module):
         n_matrices = 2 if config.mlp == 'swiglu' else 1  # SwiGLU: gate and up projection
         width_in = n_matrices * config.mlp_width
         self.c_fc = nn.Linear(config.n_embd, width_in, bias=config.bias)
-        self.c_fc.parts = n_matrices * (config.mlp_width,)  # Muon updates each by itself
+        self.c_fc.matrix_rows = n_matrices * (config.mlp_width,)  # Muon updates each separately
         self.activation = ACTIVATIONS[config.mlp]
         self.c_proj = nn.Linear(config.mlp_width, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)

@@ -11,7 +11,7 @@ import train
 from bench import BenchConfig
 from configurator import accepted_types, load_config, sections_of
 from plaingpt.system.errors import UserError
-from plaingpt.training.settings import WITHOUT_EFFECT, TrainConfig
+from plaingpt.training.settings import NOT_COMPARED, TrainConfig
 from plan import PlanConfig
 from prepare import PrepareConfig
 
@@ -56,7 +56,7 @@ def test_help_tells_the_settings_that_people_set_with_their_defaults_and_meaning
                   if section.startswith('not listed')}
         assert listed | hidden == {field.name for field in dataclasses.fields(config) if field.init}
         assert not listed & hidden and len(listed) < 60
-    assert not WITHOUT_EFFECT - {field.name for field in dataclasses.fields(TrainConfig)}
+    assert not NOT_COMPARED - {field.name for field in dataclasses.fields(TrainConfig)}
 
 
 def test_a_config_file_may_import_and_keep_names_of_its_own(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from plaingpt.experiments import speed
 from plaingpt.experiments.speed import planned_shape
 from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES
 from plaingpt.system.formatting import GIB, duration
-from plaingpt.training.start import Start
+from plaingpt.training.start import StartingPoint
 from plan import PlanConfig
 
 # Few traces of a step serve all these plans: two layers.
@@ -131,7 +131,7 @@ def test_a_batch_that_takes_long_is_timed_by_one_sequence(small, monkeypatch):
 def test_the_published_models_are_planned_without_their_weights():
     for name, *size in (('gpt2', 12, 12, 768), ('gpt2-medium', 24, 16, 1024),
                         ('gpt2-large', 36, 20, 1280), ('gpt2-xl', 48, 25, 1600)):
-        start = Start(verifies=False)
+        start = StartingPoint(verifies=False)
         config = load_config(PlanConfig, [f'--init_from={name}', '--n_layer=3', '--block_size=512',
                                           '--dataset=no_such_dataset'], read_saved=start.read)
         shape, tokens, _ = planned_shape(config, start)
@@ -141,7 +141,7 @@ def test_the_published_models_are_planned_without_their_weights():
 
 
 def find_shape(*argv):
-    start = Start(verifies=False)
+    start = StartingPoint(verifies=False)
     return planned_shape(load_config(PlanConfig, argv, read_saved=start.read), start)[0]
 
 

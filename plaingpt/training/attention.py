@@ -5,7 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-LONGEST = 512  # tokens; for longer sequences torch's kernel is faster, and takes less memory
+MAX_LENGTH = 512  # tokens; for longer sequences torch's kernel is faster, and takes less memory
 
 
 def use_cpu_attention(model):
@@ -19,7 +19,7 @@ def cpu_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **oth
     probabilities are kept for the backward pass: torch's kernel would recompute them, which takes
     about twice as long."""
     plain = is_causal and not dropout_p and not any(others.values())
-    short = q.size(2) <= LONGEST and q.dtype == torch.bfloat16 and q.device.type == 'cpu'
+    short = q.size(2) <= MAX_LENGTH and q.dtype == torch.bfloat16 and q.device.type == 'cpu'
     if plain and short and q.requires_grad and not torch.compiler.is_compiling():
         return CausalAttention.apply(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p,

@@ -16,7 +16,7 @@ PASS_FLOPS = 4e9  # forward and backward: 30 ms to 60 ms of a core
 MEASURED_S = 0.3
 GAIN = 1.05  # bfloat16 must be this many times as fast: float32 is more exact
 WIDE = 384  # channels; a wider model has too few tokens in a pass that is short enough to measure
-LONGEST = 1024  # tokens of a sequence that is measured: attention is quadratic in them
+MAX_LENGTH = 1024  # tokens of a sequence that is measured: attention is quadratic in them
 
 
 def choose_training_dtype(config, shape, device, resumed=None, group=None):
@@ -61,10 +61,10 @@ def block_seconds(shape, batch_size, dtypes, until_clear=False):
     """How long one block of a GPTConfig takes, forward and backward → {dtype: seconds of one core}.
     until_clear: stop before MEASURED_S if is_clear says which of two dtypes is faster
 
-    Sequences are as long and as many as in training, as far as PASS_FLOPS and LONGEST allow. One
+    Sequences are as long and as many as in training, as far as PASS_FLOPS and MAX_LENGTH allow. One
     thread computes, and its CPU time counts: on a busy machine the clock says nothing."""
     tokens = int(PASS_FLOPS / (6 * 12 * shape.n_embd**2))  # the block has 12·C² weights
-    length = min(shape.block_size, tokens, LONGEST)
+    length = min(shape.block_size, tokens, MAX_LENGTH)
     sequences = tokens // length if batch_size == 'auto' else min(batch_size, tokens // length)
     shape = replace(shape, n_layer=1, vocab_size=1, block_size=length)
     threads, seconds = torch.get_num_threads(), {dtype: [] for dtype in dtypes}

@@ -17,23 +17,23 @@ from plaingpt.system.errors import UserError
 
 
 @torch.no_grad()
-def mean_loss(model, loader, sequences, context, stop=None, label=None, as_trained=False):
+def mean_loss(model, loader, sequences, context, stop=None, label=None, use_train_graph=False):
     """→ (mean loss in nats a token, its standard error). sequences: how many to read, evenly spaced
     over the split. model returns (logits or None, the loss of a batch, or those of its sequences).
     The standard error is that of the mean of these losses, None if there is one.
     Each process evaluates its share. stop: a StopRequest, checked between batches.
-    label: of a progress bar; as_trained: call the model as a training step does, with the same
+    label: of a progress bar; use_train_graph: call the model as a training step does, with the same
     graph if it is compiled: another one for evaluations would take as long to compile. Raises
     Stopped.
     """
-    model.train(as_trained)
+    model.train(use_train_graph)
     parts = []  # (targets, in sequences; loss) of each batch, or of each sequence
     for starts in tqdm(loader.eval_batches(sequences), label, leave=False,
                        disable=None if label and launched_world().is_main else True):
         if stop:
             stop.raise_if_stopped()
         idx, targets = loader.eval_batch(starts)  # even an empty one: all gather a sharded model
-        with context, torch.set_grad_enabled(as_trained):
+        with context, torch.set_grad_enabled(use_train_graph):
             loss = model(idx, targets)[1].detach()
         counts = (targets != -1).sum(1) / targets.size(1)  # (B,)
         counts = counts if loss.dim() else counts.sum()
@@ -55,7 +55,7 @@ def full_model(model, context):
     return gathered(model, context)
 
 
-def evaluated_bytes(run):
+def val_bytes_per_token(run):
     """UTF-8 bytes of text a token: the mean over the validation tokens that each evaluation reads
     (for a mixture the weighted mean), or None where it is not known."""
     try:
@@ -75,7 +75,7 @@ def check_tasks(config):
         load_tasks(config.eval_tasks)
 
 
-def mixture_error(dataset, errors):
+def mixture_stderr(dataset, errors):
     """Standard errors of a loss in each corpus of a mixture → that of their weighted mean, or None
     where one is not known."""
     if any(error is None for error in errors):

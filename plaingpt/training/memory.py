@@ -155,7 +155,7 @@ def kernels_of_gpus():
         scaled_dot_product_attention=lambda *args, **how: sdpa(*args, **{**how, 'dropout_p': 0.0}),
         dropout=lambda x, p, training, inplace:
             torch.native_dropout(x, p, True)[0] if p and training else x)
-    with gpu_kernels, mock.patch.object(attention, 'LONGEST', 0):  # cpu_attention keeps weights
+    with gpu_kernels, mock.patch.object(attention, 'MAX_LENGTH', 0):  # cpu_attention keeps weights
         yield
 
 

@@ -14,7 +14,7 @@ from plaingpt.data.overlap import write_sketches
 from plaingpt.monitoring.health import Health
 from plaingpt.monitoring.metrics import Metrics
 from plaingpt.monitoring.references import find_reference
-from plaingpt.monitoring.run_record import describe_run
+from plaingpt.monitoring.run_record import TRAINED_ON, describe_run, trim_logs
 from plaingpt.monitoring.run_report import write_report
 from plaingpt.system.devices import eager
 from plaingpt.system.distributed import (
@@ -27,15 +27,16 @@ from plaingpt.system.distributed import (
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import make_writable, write_json
 from plaingpt.system.formatting import command_for, quoted
-from plaingpt.training.evaluation import evaluated_bytes, full_model
-from plaingpt.training.optimizers import averaged
+from plaingpt.training.checkpoint import archive_previous_run
+from plaingpt.training.evaluation import full_model, val_bytes_per_token
+from plaingpt.training.optimizers import ema_weights
 from plaingpt.training.progress import FINISHED, TIME_UP
-from plaingpt.training.settings import WITHOUT_EFFECT
-from plaingpt.training.start import TRAINED_ON, archive_previous_run, sketch_texts, trim_logs
+from plaingpt.training.settings import NOT_COMPARED
+from plaingpt.training.start import sketch_texts
 from plaingpt.training.step import SkippedSteps
 
 HEALTH_INTERVAL = 100  # iterations between health checks
-LOOKS = 5  # health checks in a short run, at least: a curve needs a few points
+MIN_HEALTH_CHECKS = 5  # health checks in a short run, at least: a curve needs a few points
 SAMPLE_TOKENS = 100  # in a sample
 
 
@@ -54,7 +55,7 @@ class Monitor:
         self.writing = run.world.is_main and not config.is_read_only
         self.record = describe_run(config, run.dataset, run.train_data, run.device, run.dtype,
                                    run.compile, run.world, start.resumed)
-        self.record['reference'] = find_reference(self.record, WITHOUT_EFFECT)
+        self.record['reference'] = find_reference(self.record, NOT_COMPARED)
         saved = start.checkpoint.state if start.resumed else {}
         backends, sketches = [], []
         if run.world.is_main and not start.resumed:
@@ -67,12 +68,12 @@ class Monitor:
                 from plaingpt.monitoring.backends import open_backends
                 backends = open_backends(config, self.record, saved.get('wandb_id'))
         self.metrics = Metrics(run, self.record, backends,
-                               evaluated_bytes(run) if run.world.is_main else None,
+                               val_bytes_per_token(run) if run.world.is_main else None,
                                saved.get('elapsed_s', 0.0))
         self.skipped = SkippedSteps(run.step, self.out_dir / 'anomalies.jsonl', run.train_data)
         sharded = is_sharded(run.model.lm_head.weight)
         looking = config.report if sharded else self.writing
-        interval = min(HEALTH_INTERVAL, max(1, config.max_iters // LOOKS))
+        interval = min(HEALTH_INTERVAL, max(1, config.max_iters // MIN_HEALTH_CHECKS))
         self.health = Health(run.model, interval if looking else 0, run.val_data,
                              run.step.autocast)
         self.film = self.tokenizer = None
@@ -123,7 +124,7 @@ class Monitor:
 
     def take_film(self, iter_num, fraction_done):
         if self.film and self.film.is_due(iter_num, fraction_done):
-            with self.metrics.paused('filming'), averaged(self.run.step.optimizer), \
+            with self.metrics.paused('filming'), ema_weights(self.run.step.optimizer), \
                     eager(self.run.compile):
                 self.film.take(iter_num)
 
@@ -214,10 +215,10 @@ class Monitor:
                    'before, if any')
             sys.exit(1)
         if not config.eval_only:
-            for line in self.last_words(ending):
+            for line in self.closing_lines(ending):
                 print0(line)
 
-    def last_words(self, ending):
+    def closing_lines(self, ending):
         """How the run ended, and what can be done with it → lines."""
         progress, iter_num = self.run.progress, self.run.progress.iter_num
         command = f'--out_dir={quoted(self.run.config.out_dir)}'

@@ -43,7 +43,7 @@ def make_model(weights):
 # a training run that starts from them
 
 
-def start_shape(config, weights, dataset=None):
+def gpt_config_from_weights(config, weights, dataset=None):
     """The GPTConfig of the model whose weights a run starts from. A dataset of conversations may
     add special tokens for it to learn. Raises UserError where it cannot read the dataset."""
     shape = replace(weights.config, dropout=config.dropout)

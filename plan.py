@@ -124,7 +124,7 @@ def print_memory(shape, config, dtype, device_type, available):
 def print_run(shape, config, tokens, source, seconds):
     """Print how many tokens the run reads, and its time. seconds: of a step, or None"""
     parameters = flops = 0
-    for n_layer, share in memory.through(shape.n_layer, *COUNTED_DEPTHS).items():
+    for n_layer, share in memory.interpolation_weights(shape.n_layer, *COUNTED_DEPTHS).items():
         with torch.device('meta'):
             gpt = GPT(replace(shape, n_layer=n_layer))
         parameters += share * gpt.num_parameters()

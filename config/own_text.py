@@ -46,7 +46,7 @@ if not is_resumed(out_dir, init_from):  # a resumed run keeps its architecture
     n_embd = 64 * max(2, round(_channels / 64))
     n_head = max(1, n_embd // 64)
     _parameters = max(_parameters, _blocks / 2 * n_embd ** 2 + _vocab * n_embd)
-    max_iters = round(min(_trained, _flops / (6 * _parameters)) / _step)
+    max_iters = round(min(_trained, _flops / (6 * _parameters)) / _step)  # --minutes overrides it
 
     # The architecture of Qwen3, which llama.cpp runs too. After equal time, its loss is within 0.01
     # bits per byte of that with conv=4, relu2 and LayerNorm: see docs/benchmarks.md

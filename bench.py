@@ -44,7 +44,7 @@ from plaingpt.system.errors import UserError, run_script, warn
 from plaingpt.system.files import make_writable
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.start import Start, with_minutes
+from plaingpt.training.start import StartingPoint, resolve_minutes
 
 
 @dataclass
@@ -61,7 +61,7 @@ class BenchConfig(TrainConfig):
 
     above_0 = (*TrainConfig.above_0, 'steps', 'seeds')
 
-    def takes_minutes(self):
+    def supports_minutes(self):
         return self.judge
 
     def conflicts(self):
@@ -133,7 +133,8 @@ def measure_variants(config, argv, folder):
 def judge(config, argv, results):
     """Train the code of a commit and the code as it is here, and append what they show to the file
     `results` → (a row for each run, their table and the verdict, the exit status)."""
-    with_minutes(config, Start(verifies=False), options_of(TrainConfig, argv))  # or UserError
+    start = StartingPoint(verifies=False)
+    resolve_minutes(config, start, options_of(TrainConfig, argv))  # or UserError
     words = words_of({side: {'report': False} for side in ('base', 'change')}, config, argv)
     began = datetime.datetime.now(datetime.UTC)
     with tempfile.TemporaryDirectory(prefix='plaingpt-judge-') as folder:
@@ -159,7 +160,7 @@ def judge(config, argv, results):
 
 
 def main(argv):
-    start, status = Start(verifies=False), 0
+    start, status = StartingPoint(verifies=False), 0
     config = load_config(BenchConfig, argv, __doc__, read_saved=start.read)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no training outlives this process
     device, _ = devices.choose_device(config.device)

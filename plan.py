@@ -20,10 +20,10 @@ from plaingpt.system.devices import MEASURED, peak_flops
 from plaingpt.system.errors import run_script
 from plaingpt.system.formatting import GIB, count_of, duration, gib, short
 from plaingpt.training import memory
-from plaingpt.training.checkpoint import KEPT
+from plaingpt.training.checkpoint import KEEP_NEWEST
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.start import Start
+from plaingpt.training.start import StartingPoint
 
 COUNTED_DEPTHS = (100, 102)  # parameters of a deeper model follow from these
 
@@ -124,7 +124,7 @@ def print_memory(shape, config, dtype, device_type, available):
 def print_run(shape, config, tokens, source, seconds):
     """Print how many tokens the run reads, and its time. seconds: of a step, or None"""
     parameters = flops = 0
-    for n_layer, share in memory.through(shape.n_layer, *COUNTED_DEPTHS).items():
+    for n_layer, share in memory.interpolation_weights(shape.n_layer, *COUNTED_DEPTHS).items():
         with torch.device('meta'):
             gpt = GPT(replace(shape, n_layer=n_layer))
         parameters += share * gpt.num_parameters()
@@ -146,7 +146,7 @@ def print_run(shape, config, tokens, source, seconds):
 
 
 def main(argv):
-    start = Start(verifies=False)
+    start = StartingPoint(verifies=False)
     config = load_config(PlanConfig, argv, __doc__, read_saved=start.read)
     shape, tokens, source = planned_shape(config, start)
     device, dtype, available = find_machine(config, shape)
@@ -160,7 +160,8 @@ def main(argv):
     checkpoint = between['weights'] + between['optimizer']
     if config.parallel == 'fsdp':  # each process has a part
         checkpoint *= config.processes
-    print(f'disk: {gib(checkpoint)} a checkpoint, up to {gib(checkpoint * (KEPT + 2))} in all')
+    most = checkpoint * (KEEP_NEWEST + 2)
+    print(f'disk: {gib(checkpoint)} a checkpoint, up to {gib(most)} in all')
 
 
 if __name__ == '__main__':

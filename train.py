@@ -1,11 +1,11 @@
-"""Train a GPT: on a laptop, on one GPU, or on many.
+"""Train a GPT on a laptop, on one GPU, or on many.
 
     python train.py config/shakespeare_char.py
     python train.py config/gpt2_124m.py --batch_size=8
     torchrun --nproc_per_node=8 train.py config/gpt2_124m.py
 
-Without a config file this trains GPT-2 124M on OpenWebText. The settings, with what they mean, are
-in plaingpt/training/settings.py, or: python train.py --help
+Without a config file, this trains GPT-2 124M on OpenWebText. Settings are documented in
+plaingpt/training/settings.py and by: python train.py --help
 """
 
 import gc
@@ -38,13 +38,13 @@ from plaingpt.system.errors import phase, run_script
 from plaingpt.system.files import lock_output_dir
 from plaingpt.system.formatting import command_for, quoted
 from plaingpt.training.attention import use_cpu_attention
-from plaingpt.training.checkpoint import KEPT, Saver
+from plaingpt.training.checkpoint import KEEP_NEWEST, Saver
 from plaingpt.training.dtype_choice import choose_training_dtype
-from plaingpt.training.evaluation import check_tasks, mean_loss, mixture_error
+from plaingpt.training.evaluation import check_tasks, mean_loss, mixture_stderr
 from plaingpt.training.loss import chunked_cross_entropy
 from plaingpt.training.memory import fit_to_memory
 from plaingpt.training.monitor import Monitor
-from plaingpt.training.optimizers import averaged, build_optimizer, go_on
+from plaingpt.training.optimizers import build_optimizer, ema_weights, resume_ema
 from plaingpt.training.progress import (
     FINISHED,
     TIME_UP,
@@ -55,30 +55,30 @@ from plaingpt.training.progress import (
 )
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.start import (
-    Start,
-    check_resumed,
-    eval_sequences_of,
-    run_shape,
-    with_minutes,
-    with_shape,
+    StartingPoint,
+    check_resumable,
+    resolve_gpt_config,
+    resolve_minutes,
+    resumed_eval_sequences,
+    with_gpt_config,
 )
 from plaingpt.training.step import Step
 
 
 @dataclass
 class Run:
-    """A training run: what the loop works with."""
+    """A training run: everything the loop needs."""
 
     config: TrainConfig
-    start: Start  # the weights that it begins with, or the checkpoint that it continues
+    start: StartingPoint  # scratch, pretrained weights, or the checkpoint to resume
     world: World
     device: torch.device
-    dtype: str  # precision of matrix multiplications
+    dtype: str  # autocast's precision
     compile: bool | str  # True, False or 'blocks'
     dataset: Dataset | Mixture
     train_data: BatchLoader | MixedLoader
     val_data: BatchLoader | MixedLoader
-    model: GPT  # as it is saved; step.model is the same, compiled, and in DDP or FSDP
+    model: GPT  # what checkpoints save; step.model is the same model, compiled and in DDP
     step: Step
     clock: IterationClock | MinuteClock
     progress: Progress
@@ -87,7 +87,7 @@ class Run:
 
     @property
     def is_new(self):
-        """Whether the weights are as they were initialized."""
+        """Whether the weights are still the initial ones."""
         return self.start.from_scratch and self.progress.iter_num == 0
 
 
@@ -97,38 +97,37 @@ class Run:
 
 @phase('setup')
 def setup(config, start, world, device, device_why):
-    """Build the run from its settings, what it starts from, and this process and its device → Run.
-    Raises UserError."""
-    # Every rank uses rank 0's settings and checkpoint: a config file may measure the machine. The
-    # seed differs per rank, so that dropout masks differ.
+    """Build a Run from the settings and the starting point. Raises UserError."""
+    # Every rank uses rank 0's settings and checkpoint, because a config file may benchmark the
+    # machine. Each rank has its own seed, so that dropout masks differ.
     devices.prepare_device(device)
     group = gloo_group()
     config = all_gather(config, group)[0]
-    start.agree(group)
+    start.share_checkpoint(group)
     torch.manual_seed(config.seed + world.rank)
     if world.size > 1 and not config.is_read_only:
         from plaingpt.system.distributed import check_shared
         check_shared(Path(config.out_dir), world, group)
     check_tasks(config)  # fail early if a benchmark cannot be loaded
 
-    # The architecture: that of the checkpoint, of pretrained weights, or a new one.
+    # The architecture comes from the checkpoint, the pretrained weights or the settings.
     dataset = open_data(config, world)
     if start.resumed:
-        check_resumed(start.weights, config, dataset)
-    gpt_config = run_shape(config, dataset, start)
+        check_resumable(start.weights, config, dataset)
+    gpt_config = resolve_gpt_config(config, dataset, start)
 
-    # Precision and torch.compile; then parallel and batch_size, if auto, from the free memory.
+    # Precision and torch.compile; then, if auto, DDP or FSDP and batch_size from the free memory.
     dtype, dtype_why = choose_training_dtype(config, gpt_config, device, start.checkpoint, group)
     compile, compile_why = devices.choose_compile(config.compile, device)
     print0(f'device {device} ({device_why}) | dtype {dtype} ({dtype_why}) | '
            f'compile {compile} ({compile_why}) | processes {world.size}')
-    config = fit_to_memory(with_shape(config, gpt_config), gpt_config, dtype, device)
+    config = fit_to_memory(with_gpt_config(config, gpt_config), gpt_config, dtype, device)
 
-    # Batches are a function of the seed and the step; each process reads its share.
+    # A batch is a function of the seed and the step; each process reads its share.
     train_data, val_data = open_batches(config, dataset, world, device)
 
-    # The model. With FSDP2, parameters are created on the meta device, and each rank allocates its
-    # shard only.
+    # The model. With FSDP2, it is created on the meta device, and each rank allocates only its
+    # shard.
     use_fsdp = config.parallel == 'fsdp'
     if use_fsdp:
         from plaingpt.parallel import sharding
@@ -137,10 +136,10 @@ def setup(config, start, world, device, device_why):
     model.loss_function = chunked_cross_entropy
     use_cpu_attention(model)
     apply_activation_checkpointing(model, config.activation_checkpointing)
-    by_block = compile and (use_fsdp or compile == 'blocks')
+    compile_by_block = compile and (use_fsdp or compile == 'blocks')
     if compile:
-        devices.keep_compiled_graphs()  # for the next start
-    if by_block:
+        devices.keep_compiled_graphs()  # so the next start compiles faster
+    if compile_by_block:
         compile_blocks(model)
     if use_fsdp:
         sharding.shard(model, device, dtype)  # fully_shard
@@ -150,16 +149,16 @@ def setup(config, start, world, device, device_why):
         initial = GPT(gpt_config).state_dict() if world.is_main else {}
         sharding.scatter(initial, model)
     model.to(device)
-    print0(f'GPT of {model.num_parameters():,} parameters: {gpt_config.n_layer} layers, '
+    print0(f'GPT with {model.num_parameters():,} parameters: {gpt_config.n_layer} layers, '
            f'{gpt_config.n_head} heads, {gpt_config.n_embd} channels')
     print0(describe_batches(config, dataset, train_data, val_data))
 
-    # The model as the loop calls it: compiled, and in DDP if there are several processes.
-    wrapped_model = torch.compile(model) if compile and not by_block else model
+    # The loop calls the compiled model, wrapped in DDP if there are several processes.
+    wrapped_model = torch.compile(model) if compile and not compile_by_block else model
     if world.size > 1 and not use_fsdp:
         wrapped_model = replicate(wrapped_model, device)
 
-    # A step: forward and backward in autocast's precision, with a GradScaler for float16.
+    # A step runs forward and backward under autocast, with a GradScaler for float16.
     optimizer = build_optimizer(model, config)
     autocast = devices.autocast(device, dtype)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
@@ -169,7 +168,7 @@ def setup(config, start, world, device, device_why):
     progress = Progress(eval_sequences=config.eval_sequences())
     if start.resumed:
         progress = resume(config, start.checkpoint, step, model, train_data)
-    saver = Saver(config.out_dir, rank=world.rank, world_size=world.size, keep=KEPT,
+    saver = Saver(config.out_dir, rank=world.rank, world_size=world.size, keep=KEEP_NEWEST,
                   background=device.type == 'cuda')
     return Run(config=config, start=start, world=world, device=device, dtype=dtype,
                compile=compile, dataset=dataset, train_data=train_data, val_data=val_data,
@@ -178,41 +177,44 @@ def setup(config, start, world, device, device_why):
 
 
 def open_batches(config, dataset, world, device):
-    """→ (loader of the training split, loader of the validation split)."""
-    shared = dict(rank=world.rank, world_size=world.size, device=device, seed=config.seed,
-                  micro_steps=config.accumulation() // world.size)
-    # check=overfit trains on the sequences of the first step only
-    overfit_steps = 1 if config.check == 'overfit' else 0
-    size = config.block_size, config.batch_size
-    return (dataset.loader('train', *size, overfit_steps=overfit_steps, **shared),
-            dataset.loader('val', *size, **shared))
+    """Return the loaders of the training and the validation split."""
+    options = dict(rank=world.rank, world_size=world.size, device=device, seed=config.seed,
+                   micro_steps=config.accumulation() // world.size)
+    overfit_steps = 1 if config.check == 'overfit' else 0  # the first step's sequences only
+    train_data = dataset.loader('train', config.block_size, config.batch_size,
+                                overfit_steps=overfit_steps, **options)
+    val_data = dataset.loader('val', config.block_size, config.batch_size, **options)
+    return train_data, val_data
 
 
 def replicate(model, device):
-    """Wrap the model in DDP: each process has a copy, and all average their gradients."""
-    ids = [device.index] if device.type == 'cuda' else None
-    ddp = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    """Wrap the model in DDP: each process has a copy, and gradients are averaged over processes."""
+    device_ids = [device.index] if device.type == 'cuda' else None
+    ddp = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
     ddp.broadcast_buffers = False  # the rotary tables are constants, equal on all ranks
     return ddp
 
 
 def resume(config, checkpoint, step, model, train_data):
-    """Restore everything but the weights from a checkpoint → Progress."""
-    state, iter_num = checkpoint.state, checkpoint.iter_num
+    """Restore everything except the weights from a checkpoint and return the Progress."""
+    state = checkpoint.state
+    iter_num = checkpoint.iter_num
     checkpoint.load_optimizer(step.optimizer, model)
-    go_on(step.optimizer, config.average_decay, state['averaged_steps'])
-    if state['scaler']:  # empty if the run was not in float16 before
+    resume_ema(step.optimizer, config.average_decay, state['averaged_steps'])
+    if state['scaler']:  # empty unless the checkpoint was trained in float16
         step.scaler.load_state_dict(state['scaler'])
     train_data.resume_at(iter_num, state['sequences'])
     devices.set_rng_state(state['rng'], launched_world().rank, model.lm_head.weight.device)
-    evaluated = state['evaluated'] and not config.eval_only  # which evaluates again
-    best = state['best_val_loss']
+    evaluated = state['evaluated'] and not config.eval_only  # eval_only evaluates again
+    best_val_loss = state['best_val_loss']
+    if best_val_loss is None:
+        best_val_loss = math.inf
     return Progress(
-        iter_num=iter_num, best_val_loss=math.inf if best is None else best,
+        iter_num=iter_num, best_val_loss=best_val_loss,
         evals_since_best=state['evals_since_best'], evaluated_at=iter_num if evaluated else None,
         val_loss=state['val_loss'], val_stderr=state['val_loss_stderr'],
         saved_at=iter_num, saved_evaluated=evaluated,
-        eval_sequences=eval_sequences_of(checkpoint, config))
+        eval_sequences=resumed_eval_sequences(checkpoint, config))
 
 
 # -----------------------------------------------------------------------------
@@ -220,16 +222,16 @@ def resume(config, checkpoint, step, model, train_data):
 
 
 def train(run, monitor):
-    """Evaluate, save, step, log, until the run ends → why it ended."""
+    """Evaluate, save, step and log until the run ends. Return the reason why it ended."""
     config, step, clock, progress = run.config, run.step, run.clock, run.progress
     monitor.metrics.begin(progress.iter_num)
     gc.unfreeze()  # undo the freeze of an earlier run in this process
     gc.collect()
-    gc.freeze()  # a full collection takes 0.1 s and stalls all ranks: exempt what exists now
+    gc.freeze()  # a full collection takes 0.1 s and stalls all ranks, so exempt existing objects
     with closing(run.train_data.train_batches(progress.iter_num)) as batches:
         while True:
-            # evaluate, save or stop: every rank decides the same
-            fraction_done = clock.read(progress.iter_num)  # from 0 to 1; iter_num: updates made
+            # evaluate, save or stop; all ranks make the same decision
+            fraction_done = clock.read(progress.iter_num)  # from 0 to 1
             is_last = config.eval_only or fraction_done == 1
             eval_is_due = is_last or clock.evaluation_is_due(progress.iter_num, fraction_done)
             if eval_is_due and not progress.evaluated:
@@ -238,7 +240,7 @@ def train(run, monitor):
             reason = run.stop.agreed_signal() or reason_to_stop(run, monitor, is_last)
             if reason or save_is_due(config, progress):
                 save(run, monitor)
-                reason = reason or monitor.skipped.gave_up  # save() reads which steps were skipped
+                reason = reason or monitor.skipped.gave_up  # save() updates it
             if reason:
                 run.saver.wait()
                 return reason
@@ -255,61 +257,64 @@ def train(run, monitor):
 
 
 def evaluate(run, monitor, is_last):
-    """Measure and log the losses of both splits, benchmarks and a sample, and note whether the loss
-    is the best. A signal raises Stopped before anything is logged: a resumed run evaluates again.
-    """
+    """Measure and log the losses of both splits, the benchmarks and a sample, and record whether
+    the validation loss is the best so far. If a signal arrives, Stopped is raised before anything
+    is logged, and the resumed run evaluates again."""
     step, progress = run.step, run.progress
-    # A new model's loss is about ln(vocab_size), which the sequences of one step show. A timed run
-    # evaluates in full, to learn how long that takes.
+    # The initial loss is about ln(vocab_size), so one step's sequences are enough to check it. A
+    # timed run evaluates in full, to measure how long an evaluation takes.
     is_short = run.is_new and not is_last and not run.config.minutes
     sequences = progress.eval_sequences
     if is_short:
         sequences = min(sequences, run.config.step_sequences())
 
-    # without dropout, one process evaluates with the graph that is compiled for training
-    as_trained = bool(run.compile) and run.world.size == 1 and run.config.dropout == 0 \
+    # without dropout, a single process can evaluate with the graph compiled for training
+    use_train_graph = bool(run.compile) and run.world.size == 1 and run.config.dropout == 0 \
         and not run.config.eval_only
 
-    def loss_of(loader):
+    def evaluate_split(loader):
         return mean_loss(step.model, loader, sequences, step.autocast, run.stop,
-                         as_trained=as_trained)
+                         use_train_graph=use_train_graph)
 
-    # with average_decay, the average of the weights is evaluated
-    with monitor.metrics.paused('evaluation'), averaged(step.optimizer):
-        train_loss, _ = loss_of(run.train_data)
-        losses, errors = zip(*map(loss_of, run.val_data.components), strict=True)  # of each corpus
-        scores, text = monitor.score_and_sample(train_loss, *losses)
+    # with average_decay, evaluate the EMA of the weights
+    with monitor.metrics.paused('evaluation'), ema_weights(step.optimizer):
+        train_loss, _ = evaluate_split(run.train_data)
+        results = [evaluate_split(loader) for loader in run.val_data.components]  # one per corpus
+        losses = [loss for loss, _ in results]
+        scores, sample = monitor.score_and_sample(train_loss, *losses)
     run.stop.raise_if_stopped()
-    val_loss, val_stderr = run.dataset.mean(losses), mixture_error(run.dataset, errors)
-    # a short evaluation is not compared with later ones
+    val_loss = run.dataset.mean(losses)
+    val_stderr = mixture_stderr(run.dataset, [stderr for _, stderr in results])
+    # a short evaluation is too noisy to compare with later ones
     is_best = not is_short and progress.record_evaluation(val_loss, val_stderr)
-    monitor.metrics.evaluation(progress.iter_num, train_loss, val_loss, val_stderr, is_best, text)
+    monitor.metrics.evaluation(progress.iter_num, train_loss, val_loss, val_stderr, is_best, sample)
     monitor.log_scores(scores)
 
 
 def reason_to_stop(run, monitor, is_last):
-    """Why the run ends at this iteration, or None."""
-    patience, progress = run.config.patience, run.progress
+    """Why the run stops at this iteration, or None if it continues."""
+    patience = run.config.patience
+    progress = run.progress
     if monitor.skipped.gave_up:
         return monitor.skipped.gave_up
     if is_last:
         return TIME_UP if run.config.minutes else FINISHED
     if 0 < patience <= progress.evals_since_best:
-        return f'patience={patience}: no validation loss below {progress.best_val_loss:.4f} in ' \
-               f'the last {progress.evals_since_best} evaluations'
+        return f'patience={patience}: validation loss did not improve on ' \
+               f'{progress.best_val_loss:.4f} in the last {progress.evals_since_best} evaluations'
     return None
 
 
 def save_is_due(config, progress):
     if progress.evaluated and (config.always_save_checkpoint or progress.evals_since_best == 0):
         return True
-    # 'auto': only with evaluations
-    return config.checkpoint_interval != 'auto' \
-        and progress.iter_num % config.checkpoint_interval == 0
+    if config.checkpoint_interval == 'auto':  # only after evaluations
+        return False
+    return progress.iter_num % config.checkpoint_interval == 0
 
 
 def save(run, monitor):
-    """Write a checkpoint of this iteration, unless it is saved already or nothing was trained."""
+    """Save a checkpoint of this iteration, unless it exists or nothing has been trained yet."""
     step, progress = run.step, run.progress
     monitor.skipped.report(progress.iter_num, monitor.metrics.print)
     is_saved = progress.saved_at == progress.iter_num \
@@ -321,7 +326,7 @@ def save(run, monitor):
              'sequences': run.train_data.sequences_before(progress.iter_num),
              'dtype': run.dtype, 'scaler': step.scaler.state_dict(),
              'averaged_steps': getattr(step.optimizer, 'averaged_steps', 0)}
-    with monitor.metrics.paused('save'), averaged(step.optimizer):
+    with monitor.metrics.paused('save'), ema_weights(step.optimizer):
         run.saver.save(run.model, step.optimizer, state, devices.rng_state(run.device))
     progress.saved_at = progress.iter_num
     progress.saved_evaluated = progress.evaluated
@@ -329,38 +334,38 @@ def save(run, monitor):
 
 @contextmanager
 def save_on_error(run, monitor):
-    """If training fails, save the last complete step, and tell the user how to resume. Of several
-    processes, the others do not know of the error."""
+    """If training fails, save the last complete step and tell the user how to resume. Only a single
+    process can: with several, the others would wait for one that has failed."""
     try:
         yield
     except Exception as error:
-        with suppress(Exception):  # the first error says more
+        with suppress(Exception):  # the original error matters more
             if run.world.size == 1 and not run.progress.updating:
                 save(run, monitor)
                 run.saver.wait()
                 if run.progress.saved_at and not run.saver.failed:
-                    error.add_note(f'iteration {run.progress.saved_at} is saved: '
+                    error.add_note(f'saved iteration {run.progress.saved_at}; to resume: '
                                    f'{command_for("train")} --out_dir={quoted(run.config.out_dir)} '
                                    '--init_from=resume')
         raise
 
 
 def main(argv):
-    start = Start()
+    start = StartingPoint()
     config = load_config(TrainConfig, argv, __doc__, read_saved=start.read)
-    config = with_minutes(config, start, options_of(TrainConfig, argv).keys())
+    config = resolve_minutes(config, start, options_of(TrainConfig, argv).keys())
     world = launched_world()
     device, device_why = devices.choose_device(config.device, world.local_rank)
-    devices.choose_compile(config.compile, device)  # fail early if it cannot work
-    job = nullcontext()
+    devices.choose_compile(config.compile, device)  # fail early if torch.compile is unavailable
+    group = nullcontext()
     if world.launched:
         from plaingpt.system.distributed import process_group
-        job = process_group(world, device, config.backend)
+        group = process_group(world, device, config.backend)
     writes_files = world.is_main and not config.is_read_only
-    with lock_output_dir(config.out_dir) if writes_files else nullcontext(), job:
+    with lock_output_dir(config.out_dir) if writes_files else nullcontext(), group:
         run = setup(config, start, world, device, device_why)
         preflight(run)
-        if config.check is True:  # --check: the preflight only
+        if config.check is True:  # --check runs the preflight only
             return
         monitor = Monitor(run)
         with run.stop, save_on_error(run, monitor), phase('training step'):

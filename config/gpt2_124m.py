@@ -11,16 +11,16 @@ n_head = 12
 n_embd = 768
 block_size = 1024
 
-# 2^19 tokens a step (GPT-3, table 2.1: 0.5M for models up to 760M, 1M for 1.3B). batch_size
-# takes 22 GiB of an H100: halve it when memory is short, the accumulation adapts.
+# 2^19 tokens per step (GPT-3, table 2.1: 0.5M for models up to 760M, 1M for 1.3B). batch_size
+# takes 22 GiB on an H100: halve it if memory is short; gradient accumulation adapts.
 total_batch_size = 2**19
 batch_size = 64
 
-# 19,073 steps · 2^19 = 10.0B tokens, 80 for each parameter: 4x what is compute-optimal (20,
-# Hoffmann et al. 2022), as a small model that is used a lot deserves.
+# 19,073 steps · 2^19 = 10.0B tokens, 80 per parameter: 4× the compute-optimal number (20,
+# Hoffmann et al. 2022), which pays off for a small model that is used a lot.
 max_iters = 19073
 learning_rate = 6e-4  # GPT-3, table 2.1
-warmup_iters = 715  # 375M tokens, as GPT-3
+warmup_iters = 715  # 375M tokens, as in GPT-3
 weight_decay = 0.1
 
 eval_interval = 500  # under 1% of the FLOPs

@@ -1,8 +1,8 @@
-# A model of GPT-2's depth and width that learns to write Python, on one GPU and without a download:
-# the recipe of config/gpt2_124m_fast.py in two minutes of an H100.
+# A model with GPT-2's depth and width that learns to write Python, on one GPU and without a
+# download: the recipe of config/gpt2_124m_fast.py, in two minutes on an H100.
 #   python train.py config/quickstart_gpu.py
 #   python sample.py config/quickstart_sample.py --out_dir=out-quickstart-gpu
-# A slower GPU takes a time, such as --minutes=5, and one of 16 GiB also --batch_size=16.
+# On a slower GPU, set a time such as --minutes=5; with 16 GiB of memory, also --batch_size=16.
 
 out_dir = 'out-quickstart-gpu'
 dataset = 'pypackages'  # the Python packages installed here, with a vocabulary of 32,768
@@ -20,8 +20,8 @@ conv = 4
 tied_head = False
 zero_init = True
 
-# 2^16 tokens a step; 600 steps = 39M tokens. By plan.py, batch_size takes 16 GiB of memory, and 16
-# sequences at a time 10 GiB.
+# 2^16 tokens per step; 600 steps = 39M tokens. According to plan.py, batch_size=32 takes 16 GiB of
+# memory and batch_size=16 takes 10 GiB.
 total_batch_size = 2**16
 batch_size = 32
 max_iters = 600

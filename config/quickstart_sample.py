@@ -1,4 +1,4 @@
-# What the quickstart's model writes.
+# Sample from the quickstart's model.
 #   python sample.py config/quickstart_sample.py
 
 out_dir = 'out-quickstart'

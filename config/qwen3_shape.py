@@ -1,4 +1,5 @@
-# After another recipe: its model in the shape of Qwen3, which llama.cpp and Ollama run, too.
+# Put this after another recipe to give its model the architecture of Qwen3, which llama.cpp and
+# Ollama run too.
 #   python train.py config/quickstart.py config/qwen3_shape.py
 #   python export.py out-quickstart-qwen3 --dest=python-gpt
 

@@ -12,7 +12,7 @@ from model import GPT, GPTConfig
 from plaingpt.experiments.speed import estimate_step, planned_shape
 from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES
 from plaingpt.system.formatting import duration
-from plaingpt.training.start import Start
+from plaingpt.training.start import StartingPoint
 from plan import PlanConfig
 
 # Few traces of a step serve all these plans: two layers.
@@ -109,7 +109,7 @@ def test_a_sequence_that_takes_long_is_not_timed(small):
 def test_the_published_models_are_planned_without_their_weights():
     for name, *size in (('gpt2', 12, 12, 768), ('gpt2-medium', 24, 16, 1024),
                         ('gpt2-large', 36, 20, 1280), ('gpt2-xl', 48, 25, 1600)):
-        start = Start(verifies=False)
+        start = StartingPoint(verifies=False)
         config = load_config(PlanConfig, [f'--init_from={name}', '--n_layer=3', '--block_size=512',
                                           '--dataset=no_such_dataset'], read_saved=start.read)
         shape, tokens, _ = planned_shape(config, start)
@@ -119,7 +119,7 @@ def test_the_published_models_are_planned_without_their_weights():
 
 
 def shape_of(*argv):
-    start = Start(verifies=False)
+    start = StartingPoint(verifies=False)
     return planned_shape(load_config(PlanConfig, argv, read_saved=start.read), start)[0]
 
 

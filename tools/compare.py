@@ -68,7 +68,7 @@ class CompareConfig(TrainConfig):
     text: str = ''  # own-text: a file
     megabytes: int = 500  # prepare: of text
 
-    def takes_minutes(self):
+    def supports_minutes(self):
         return True  # own-text
 
 

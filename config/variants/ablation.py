@@ -1,4 +1,4 @@
-"""What each part of the quickstart's recipe gains: the recipe, and the recipe without each of them.
+"""Ablations of the quickstart's recipe: the recipe, and the recipe without each of its components.
 
     python bench.py config/quickstart.py --variants=ablation
 """

@@ -1,21 +1,21 @@
-"""The grid: four models, each trained in six ways.
+"""A grid of four models, each trained in six ways.
 
     python bench.py config/grid_cpu.py --variants=grid
 
-Training is float32 and AdamW at a constant learning rate after the warmup, unless a variant says
-otherwise. A reduced batch is a quarter; accumulation takes four of these a step.
+Unless a variant changes it, training uses float32 and AdamW with a constant learning rate after
+warmup. A reduced batch is a quarter of the batch; accumulation uses four of them per step.
 """
 
 from plaingpt.system.errors import UserError
 
-SGD_TIMES_LR = 100  # SGD's learning rate, in AdamW's; settings.py on learning_rate says so
+SGD_TIMES_LR = 100  # SGD's learning rate / AdamW's; see learning_rate in settings.py
 
 
 def variants(config):
-    """TrainConfig → {name: the settings that it changes}, the first of them the base."""
+    """Return {name: changed settings} for a TrainConfig. The first variant is the baseline."""
     if config.batch_size % 4:
-        raise UserError(f'batch_size={config.batch_size}: the reduced batch is a quarter, so it '
-                        'must divide by 4')
+        raise UserError(f'batch_size={config.batch_size}: must be a multiple of 4, '
+                        'because the reduced batch is a quarter of it')
     micro_steps = config.accumulation()
     base = {'dtype': 'float32', 'optimizer': 'adamw', 'lr_schedule': 'constant',
             'total_batch_size': 0, 'gradient_accumulation_steps': micro_steps}
@@ -34,6 +34,9 @@ def variants(config):
         'reduced batch': {'batch_size': config.batch_size // 4},
         'accumulation': {'batch_size': config.batch_size // 4,
                          'gradient_accumulation_steps': 4 * micro_steps}}
-    return {' & '.join(filter(None, (model, training))) or 'default':
-            {**base, **models[model], **trainings[training]}
-            for model in models for training in trainings}
+    grid = {}
+    for model, model_settings in models.items():
+        for training, training_settings in trainings.items():
+            name = ' & '.join(filter(None, (model, training))) or 'default'
+            grid[name] = {**base, **model_settings, **training_settings}
+    return grid

@@ -1,4 +1,4 @@
-"""What each classic optimization gains in the time of a step, one on top of another.
+"""The step time with each classic optimization, added one after another.
 
     python bench.py config/gpt2_124m.py --variants=ladder --max_iters=50
 """
@@ -11,8 +11,10 @@ CHANGES = {
 
 
 def variants(config):
-    """→ {name: settings}; each has those of the lines before it too."""
-    found, settings = {}, {}
+    """Return {name: settings}, where each variant includes the changes before it."""
+    ladder = {}
+    settings = {}
     for name, change in CHANGES.items():
-        settings = found[name] = {**settings, **change}
-    return found
+        settings = {**settings, **change}
+        ladder[name] = settings
+    return ladder

@@ -41,10 +41,9 @@ from plaingpt.system.files import (
     write_json,
 )
 from plaingpt.system.formatting import count_of
-from plaingpt.training.checkpoint import checksum
+from plaingpt.training.checkpoint import archive_previous_run, checksum
 from plaingpt.training.progress import FINISHED, TIME_UP
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.start import archive_previous_run
 
 LISTS = ROOT / 'config' / 'variants'
 # Settings that change where a run's numbers go, and not the numbers.

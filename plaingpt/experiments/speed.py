@@ -16,7 +16,7 @@ from plaingpt.system.devices import autocast, device_name, mfu, peak_memory_byte
 from plaingpt.system.formatting import gib, short
 from plaingpt.training.attention import use_cpu_attention
 from plaingpt.training.loss import chunked_cross_entropy
-from plaingpt.training.open_weights import start_shape
+from plaingpt.training.open_weights import gpt_config_from_weights
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.step import Step
 
@@ -35,7 +35,7 @@ def planned_shape(config, start):
     dataset = None
     if has_token_files(config.dataset):
         dataset = open_dataset_spec(config.dataset, config.vocab_size)
-    shape = start_shape(config, start.weights, dataset)
+    shape = gpt_config_from_weights(config, start.weights, dataset)
     return replace(shape, block_size=config.block_size), tokens, source
 
 

@@ -15,6 +15,10 @@ from plaingpt.system.errors import warn
 from plaingpt.system.files import read_json
 from plaingpt.system.formatting import count_of, one_line
 
+TRAINED_ON = 'trained_on.npz'  # sketches of the texts that the weights were trained on
+RUN_FILES = ('metrics.jsonl', 'anomalies.jsonl', 'film.jsonl', 'run.json', 'report.md', 'loss.png',
+             'film.html', 'tensorboard', TRAINED_ON)  # in out_dir, besides checkpoints
+
 # -----------------------------------------------------------------------------
 # rows of metrics.jsonl
 
@@ -71,6 +75,15 @@ def trim_rows(path, last_iter, evaluated=True):
             if row or line.endswith(b'\n'):
                 kept = position
         f.truncate(kept)
+
+
+def trim_logs(out_dir, iter_num, evaluated):
+    """Drop the rows after iteration `iter_num` from the logs. evaluated: whether its evaluation is
+    in the checkpoint; if not, it is evaluated and logged again"""
+    for name in RUN_FILES:
+        path = Path(out_dir, name)
+        if path.suffix == '.jsonl' and path.exists():
+            trim_rows(path, iter_num, evaluated)
 
 
 def rows_with(rows, *keys):

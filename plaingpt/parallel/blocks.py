@@ -1,5 +1,4 @@
-"""What is done to a GPT from outside: parameters without data, activation checkpointing and
-torch.compile of its blocks."""
+"""Transformations of a GPT: meta-device parameters, activation checkpointing, compiled blocks."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -20,19 +19,19 @@ SAVED_OPS = [  # 'selective' saves the outputs of matmuls and attention
 
 @contextmanager
 def parameters_on_meta():
-    """Modules made in here have parameters without data (on torch's meta device), and buffers with
-    data. Under torch.device('meta') buffers would have none, and nothing would compute them later.
-    """
+    """A context in which new modules have parameters on the meta device, but real buffers. Under
+    torch.device('meta'), buffers would be on meta too, and nothing would compute them later."""
     register, normal_ = nn.Module.register_parameter, nn.init.normal_
 
     def register_on_meta(module, name, p):
-        if p is not None and not p.is_meta:  # one that modules share is there already
+        if p is not None and not p.is_meta:  # a tied parameter is on meta already
             p = nn.Parameter(p.to('meta'), p.requires_grad)
         register(module, name, p)
 
     def normal_unless_meta(tensor, *args, **kwargs):
-        # on meta it draws nothing, but imports torch._dynamo, which takes 0.8 s
-        return tensor if tensor.is_meta else normal_(tensor, *args, **kwargs)
+        if tensor.is_meta:  # a no-op there, which would import torch._dynamo in 0.8 s
+            return tensor
+        return normal_(tensor, *args, **kwargs)
 
     with mock.patch.object(nn.Module, 'register_parameter', register_on_meta), \
             mock.patch.object(nn.init, 'normal_', normal_unless_meta):
@@ -40,9 +39,9 @@ def parameters_on_meta():
 
 
 def apply_activation_checkpointing(model, mode):
-    """Let the backward pass recompute what happens in the blocks of a GPT, except for their inputs
-    and with 'selective' the outputs of SAVED_OPS (Chen et al. 2016, "Training Deep Nets with
-    Sublinear Memory Cost"). Call it before compiling the model, or wrapping it in DDP or FSDP."""
+    """Make the backward pass recompute the activations of each block from its input; 'selective'
+    also saves the outputs of SAVED_OPS (Chen et al. 2016, "Training Deep Nets with Sublinear Memory
+    Cost"). Call it before the model is compiled or wrapped in DDP or FSDP."""
     if mode == 'none':
         return
     for block in model.transformer.h:
@@ -65,9 +64,9 @@ saved_ops_contexts.cache_hash = str(SAVED_OPS)  # torch.compile's cache needs it
 
 
 def compile_blocks(model):
-    """torch.compile each block by itself, and the loss; the rest runs eagerly. Blocks are alike, so
-    one graph serves all of them, and a deep model takes no longer to compile than a shallow one.
-    Call it after apply_activation_checkpointing, and before the model is wrapped."""
+    """torch.compile each block separately, and the loss; the rest runs eagerly. The blocks share a
+    graph, so a deep model compiles as fast as a shallow one. Call it after
+    apply_activation_checkpointing and before the model is wrapped."""
     for block in model.transformer.h:
         block.compile()
     if model.loss_function is not None:

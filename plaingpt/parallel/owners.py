@@ -1,7 +1,7 @@
-"""Whole matrices of sharded weights (FSDP2), for Muon: of each weight every process has some rows.
+"""Full matrices of sharded weights (FSDP2), for Muon, which cannot update rows independently.
 
-Each process owns some of the weights: the others send it their rows, and get their rows of the
-result. Both functions return what they are given if the weights are not sharded.
+Each process owns some of the weights: the others send it their rows, and receive their rows of the
+result. If the weights are not sharded, both functions return their input.
 """
 
 import torch
@@ -12,33 +12,37 @@ from plaingpt.system.distributed import is_sharded, local_rows
 
 
 def to_owners(rows, p):
-    """This process's rows of n tensors (n, r, C) → the tensors that it owns, whole (k, R, C).
-    p (R, …): a weight that is sharded as they are. Where n is not k times the number of processes,
-    some are zeros."""
+    """Turn this process's rows of n tensors (n, r, C) into the full tensors that it owns (k, R, C).
+    p (R, …): a weight sharded in the same way. If n is not k × world_size, the last ones are zeros.
+    """
     if not is_sharded(p):
         return rows
-    (n, r, C), size = rows.shape, p.device_mesh.size()
-    k, most_rows = -(-n // size), -(-len(p) // size)
-    rows = exchange(F.pad(rows, (0, 0, 0, most_rows - r, 0, size * k - n)), p)
-    rows = rows.view(size, k, most_rows, C).transpose(0, 1)
-    return rows.reshape(k, size * most_rows, C)[:, :len(p)]
+    n, r, C = rows.shape
+    world_size = p.device_mesh.size()
+    k = -(-n // world_size)  # rounded up
+    rows_per_rank = -(-len(p) // world_size)
+    padded = F.pad(rows, (0, 0, 0, rows_per_rank - r, 0, world_size * k - n))
+    received = all_to_all(padded, p).view(world_size, k, rows_per_rank, C).transpose(0, 1)
+    return received.reshape(k, world_size * rows_per_rank, C)[:, :len(p)]
 
 
 def from_owners(owned, weights):
-    """The tensors that this process owns (k, R, C), one for each of the weights → its rows of all
-    of them (n, r, C)."""
-    p, n = weights[0], len(weights)
+    """Turn the full tensors that this process owns (k, R, C) into its rows of all n tensors
+    (n, r, C). weights: the n weights that they belong to"""
+    p = weights[0]
     if not is_sharded(p):
         return owned
-    (k, R, C), size = owned.shape, p.device_mesh.size()
-    most_rows = -(-R // size)
-    owned = F.pad(owned, (0, 0, 0, size * most_rows - R))
-    rows = owned.view(k, size, most_rows, C).transpose(0, 1).reshape(size * k, most_rows, C)
-    return exchange(rows, p)[:n, :len(local_rows(p)[0])]
+    k, R, C = owned.shape
+    world_size = p.device_mesh.size()
+    rows_per_rank = -(-R // world_size)  # rounded up
+    owned = F.pad(owned, (0, 0, 0, world_size * rows_per_rank - R))
+    rows = owned.view(k, world_size, rows_per_rank, C).transpose(0, 1)
+    rows = rows.reshape(world_size * k, rows_per_rank, C)
+    return all_to_all(rows, p)[:len(weights), :len(local_rows(p)[0])]
 
 
-def exchange(pieces, p):
-    """Send the i-th of equal pieces to process i → a piece from each process, in order"""
-    received = torch.empty_like(pieces)
-    dist.all_to_all_single(received, pieces, group=p.device_mesh.get_group())
+def all_to_all(rows, p):
+    """Send the i-th of world_size equal parts to rank i. Return the received parts, by rank."""
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(received, rows, group=p.device_mesh.get_group())
     return received

@@ -1,4 +1,4 @@
-"""A GPT whose weights the processes share (torch's FSDP2): made without data, filled, gathered."""
+"""Shard a GPT over the processes with FSDP2: wrap it, initialize its shards, gather a full copy."""
 
 import warnings
 from contextlib import contextmanager
@@ -16,41 +16,47 @@ from plaingpt.system.devices import DTYPES
 
 
 def shard(model, device, dtype):
-    """Wrap the model in FSDP2: each process keeps some rows of every weight, of its gradient and of
-    its optimizer states, and gathers a block only to compute with it (ZeRO: Rajbhandari et al.
-    2020). model: with parameters on meta → the same model, with arbitrary values."""
+    """Wrap a model on the meta device in FSDP2: each process stores some rows of every weight, its
+    gradient and its optimizer states, and gathers a block only to run it (ZeRO: Rajbhandari et al.
+    2020). The weights are uninitialized afterwards."""
     prepare(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    # Blocks are gathered in autocast's dtype: half the bytes, and autocast keeps no copies. The
-    # embedding and the head, which may be one weight, are gathered whole in float32.
-    low = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32,
-                               cast_forward_inputs=False)
+    # Blocks are gathered in autocast's dtype, which halves communication and saves autocast's
+    # copies. The embedding and the head, which may be tied, are gathered in float32.
+    block_policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32,
+                                        cast_forward_inputs=False)
     for block in model.transformer.h:
-        fully_shard(block, mesh=mesh, mp_policy=low)
+        fully_shard(block, mesh=mesh, mp_policy=block_policy)
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     materialize(model, device)
     return model
 
 
 def prepare(model):
-    """Before fully_shard: let norms take gathered weights."""
-    for norm in (m for m in model.transformer.h.modules() if isinstance(m, nn.LayerNorm)):
-        norm.__class__ = LayerNorm
+    """Before fully_shard: make norms accept weights in the gathered dtype."""
+    for module in model.transformer.h.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.__class__ = LayerNorm
 
 
 def materialize(model, device):
-    """After fully_shard: give the parameters memory on the device. Their values are anything."""
+    """After fully_shard: allocate the parameters on the device, uninitialized."""
     buffers = dict(model.named_buffers())
     model.to_empty(device=device)
-    for name, buffer in model.named_buffers():  # such as rotary tables: no checkpoint has them
+    for name, buffer in model.named_buffers():  # e.g. rotary tables, which no checkpoint has
         buffer.copy_(buffers[name])
     warnings.filterwarnings('ignore', 'FSDP2-wrapped module .* returned a view')  # the logits
-    # FSDP2 keeps the root gathered for a backward pass; where there is none, nothing frees it.
-    model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else model.reshard())
+
+    def reshard_after_inference(*_):
+        # FSDP2 keeps the root gathered for the backward pass; without one, nothing frees it.
+        if not torch.is_grad_enabled():
+            model.reshard()
+
+    model.register_forward_hook(reshard_after_inference)
 
 
 def scatter(weights, model):
-    """Give each process its rows of rank 0's {name: whole tensor}; that of others is unused."""
+    """Scatter rank 0's {name: full tensor}, which the other ranks ignore, to the shards."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     set_model_state_dict(model, weights, options=StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=True))
@@ -58,29 +64,30 @@ def scatter(weights, model):
 
 @contextmanager
 def gathered(model, context):
-    """A context with a whole copy of a sharded GPT, which a process can use by itself. All
-    processes must enter it. context: autocast, in whose dtype the matrices of blocks are gathered,
-    as in a step"""
-    low = getattr(context, 'fast_dtype', torch.float32)
-    whole = {p: nn.Parameter(p.detach().to(low if is_matrix(name, p) else p.dtype).full_tensor(),
-                             p.requires_grad) for name, p in model.named_parameters()}
+    """A context with an unsharded copy of a GPT, which a process can run on its own. All processes
+    must enter it. context: autocast; as in training, matrices in blocks are gathered in its dtype
+    """
+    autocast_dtype = getattr(context, 'fast_dtype', torch.float32)
+    full_params = {}  # {sharded parameter: full parameter}
+    for name, p in model.named_parameters():
+        is_matrix = name.startswith('transformer.h.') and p.dim() > 1
+        full = p.detach().to(autocast_dtype if is_matrix else p.dtype).full_tensor()
+        full_params[p] = nn.Parameter(full, p.requires_grad)
     with parameters_on_meta():
         gpt = GPT(model.config)
     gpt.loss_function = model.loss_function
-    gpt.load_state_dict({name: whole[p] for name, p in model.named_parameters(
-        remove_duplicate=False)}, strict=False, assign=True)
-    gpt.to(model.lm_head.weight.device)  # its buffers
+    state = {name: full_params[p]
+             for name, p in model.named_parameters(remove_duplicate=False)}  # tied ones twice
+    gpt.load_state_dict(state, strict=False, assign=True)
+    gpt.to(model.lm_head.weight.device)  # moves the buffers
     gpt.train(model.training)
     yield gpt
 
 
-def is_matrix(name, p):
-    return name.startswith('transformer.h.') and p.dim() > 1
-
-
 class LayerNorm(nn.LayerNorm):
-    """Its weights may be gathered in a lower precision than x has."""
+    """A LayerNorm whose weights may be gathered in a lower precision than x."""
 
     def forward(self, x):
-        weight, bias = (p if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
+        weight = self.weight.to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)

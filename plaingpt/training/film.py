@@ -1,8 +1,8 @@
-"""The film of a run: at moments on a log scale, what the model expects, looks at and writes.
+"""The film of a run: snapshots of its predictions, attention maps and samples, on a log scale.
 
-A moment is a line of film.jsonl: the loss of each token of a validation passage, with what was
-likeliest there; the weights of attention, (L, H, T, T) bytes in base64, where 255 is 1; and a
-sample. plot.py --film makes a page of it.
+A snapshot is a line of film.jsonl: the loss of each token of a validation passage, with the most
+likely tokens at its position; the attention weights, (L, H, T, T) bytes in base64, where 255 is 1;
+and a sample. plot.py --film makes a page of them.
 """
 
 import base64
@@ -17,82 +17,96 @@ from plaingpt.monitoring.run_record import finite, read_rows
 from plaingpt.system.files import append_line
 from plaingpt.system.formatting import one_line
 
-MOMENTS = 24  # at most
-TOKENS, LIKELIEST, SAMPLE_TOKENS = 96, 5, 30  # of the passage; guesses for each; of the sample
-MAP_TOKENS = 40  # of the passage whose attention is shown
+MAX_SNAPSHOTS = 24
+PASSAGE_TOKENS = 96  # length of the validation passage
+MAP_TOKENS = 40  # tokens of the passage in the attention maps
+TOP_K = 5  # most likely tokens to record per position
+SAMPLE_TOKENS = 30  # length of a sample
 
 
 class Film:
-    """Looks at the model of a train.Run, and writes down what it sees. sample: (model, tokens) →
-    a text by it; print_line: says what went wrong. Raises UserError where the dataset has no
-    tokenizer."""
+    """Records snapshots of a train.Run's model.
+
+    sample: function(model, number of tokens) that returns a text; print_line: prints a warning.
+    Raises UserError if the dataset has no tokenizer."""
 
     def __init__(self, run, sample, print_line):
-        self.run, self.model, self.sample, self.print_line = run, run.model, sample, print_line
+        self.run, self.model = run, run.model
+        self.sample = sample
+        self.print_line = print_line
         self.path = Path(run.config.out_dir, 'film.jsonl')
         self.tokenizer = run.dataset.tokenizer()
         starts = run.val_data.eval_batches(run.val_data.world_size)[0]
-        self.idx = run.val_data.eval_batch(starts)[0][:1, :TOKENS]  # (1, T)
-        steps = np.geomspace(1, max(1, run.config.max_iters), MOMENTS - 1).round().astype(int)
-        taken = {row['iter'] for row in read_rows(self.path)}  # of a resumed run
-        self.moments = {0, *steps.tolist()} - taken
-        self.shares = np.geomspace(1e-3, 0.95, MOMENTS - 1).tolist()  # of the time of --minutes
+        self.idx = run.val_data.eval_batch(starts)[0][:1, :PASSAGE_TOKENS]  # (1, T)
+        steps = np.geomspace(1, max(1, run.config.max_iters), MAX_SNAPSHOTS - 1).round().astype(int)
+        recorded = {row['iter'] for row in read_rows(self.path)}  # before a resume
+        self.due_iters = {0, *steps.tolist()} - recorded
+        # in a timed run: fractions of its time
+        self.due_fractions = np.geomspace(1e-3, 0.95, MAX_SNAPSHOTS - 1).tolist()
 
     def is_due(self, iter_num, fraction_done):
-        """Whether to look after update `iter_num`. fraction_done: how far the run is"""
+        """Whether to record a snapshot after update `iter_num`. fraction_done: of the run"""
         if not self.run.config.minutes or iter_num == 0:
-            return iter_num in self.moments
-        passed = [share for share in self.shares if share <= fraction_done]
-        del self.shares[:len(passed)]
+            return iter_num in self.due_iters
+        passed = [fraction for fraction in self.due_fractions if fraction <= fraction_done]
+        del self.due_fractions[:len(passed)]
         return bool(passed)
 
-    def take(self, iter_num):
-        """Look, and write it down. If that fails, say because the model was changed, the film ends
-        and the run continues."""
-        self.moments.discard(iter_num)
+    def record(self, iter_num):
+        """Write a snapshot to film.jsonl. If that fails, e.g. because of a change in model.py, the
+        film ends and training continues."""
+        self.due_iters.discard(iter_num)
         self.model.eval()
         try:
-            row = self.look()
+            row = self.snapshot()
         except Exception as e:
-            self.print_line(f'warning: no more film of this run: {one_line(e)}')
-            self.moments.clear()
-            self.shares.clear()
+            self.print_line(f'warning: stopped recording the film: {one_line(e)}')
+            self.due_iters.clear()
+            self.due_fractions.clear()
         else:
             append_line(self.path, {'iter': iter_num, **row})
         self.model.train()
 
     @torch.no_grad()
-    def look(self):
-        """→ {key: value} of a row"""
-        with ActivationRecorder(self.model) as seen, self.run.step.autocast:
+    def snapshot(self):
+        """The {key: value} of a row of film.jsonl."""
+        with ActivationRecorder(self.model) as recorder, self.run.step.autocast:
             logits = self.model(self.idx)[0][0, :-1].float()  # (T - 1, V)
         ids = self.idx[0].tolist()
         losses = F.cross_entropy(logits, self.idx[0, 1:], reduction='none')
-        passage = [(self.word(ids[0]), None, ()),  # the first token has no prediction
-                   *zip(map(self.word, ids[1:]), map(number, losses.tolist()),
-                        self.likeliest(logits), strict=True)]
-        maps = [torch.stack([attention_logits(0, h, *args, **kwargs)[:MAP_TOKENS, :MAP_TOKENS]
-                             .softmax(dim=-1) for h in range(self.model.config.n_head)])
-                for _, args, kwargs in seen.attention]
-        row = {'loss': number(losses.mean()), 'passages': [passage],
+        passage = [(self.token_text(ids[0]), None, ())]  # nothing predicts the first token
+        for i, loss, top_k in zip(ids[1:], losses.tolist(), self.top_k(logits), strict=True):
+            passage.append((self.token_text(i), rounded(loss), top_k))
+        row = {'loss': rounded(losses.mean()), 'passages': [passage],
                'sample': self.sample(self.model, SAMPLE_TOKENS)}
+        maps = []  # of each layer
+        for _, args, kwargs in recorder.attention:
+            heads = []
+            for h in range(self.model.config.n_head):
+                scores = attention_logits(0, h, *args, **kwargs)[:MAP_TOKENS, :MAP_TOKENS]
+                heads.append(scores.softmax(dim=-1))
+            maps.append(torch.stack(heads))
         if maps:
             maps = (255 * torch.stack(maps)).round().byte().cpu().numpy()  # (L, H, n, n)
-            row |= {'maps': base64.b64encode(maps.tobytes()).decode(), 'maps_shape': maps.shape}
+            row['maps'] = base64.b64encode(maps.tobytes()).decode()
+            row['maps_shape'] = maps.shape
         return row
 
-    def likeliest(self, logits):
-        """logits (T, V) → for each row the likeliest tokens, [(token, probability), …]"""
-        chances, ids = logits.softmax(dim=-1).topk(min(LIKELIEST, logits.size(-1)))
-        return [[(self.word(i), number(chance)) for i, chance in zip(*row, strict=True)]
-                for row in zip(ids.tolist(), chances.tolist(), strict=True)]
+    def top_k(self, logits):
+        """The most likely tokens for each row of logits (T, V): [(token, probability), …]."""
+        probs, ids = logits.softmax(dim=-1).topk(min(TOP_K, logits.size(-1)))  # (T, k)
+        rows = []
+        for row_ids, row_probs in zip(ids.tolist(), probs.tolist(), strict=True):
+            rows.append([(self.token_text(i), rounded(prob))
+                         for i, prob in zip(row_ids, row_probs, strict=True)])
+        return rows
 
-    def word(self, i):
-        r"""A token as text; bytes that are no characters by themselves as \xe2."""
+    def token_text(self, i):
+        r"""A token as text; bytes that are not UTF-8 on their own are shown as \xe2."""
         return self.tokenizer.decode_bytes([i]).decode('utf-8', 'backslashreplace') \
             or '<|endoftext|>'
 
 
-def number(x):
-    """Rounded for film.jsonl; None if it is not finite."""
+def rounded(x):
+    """Round x for film.jsonl; None if it is not finite."""
     return finite(round(float(x), 3))

@@ -1,10 +1,10 @@
-"""What a training step takes of memory before it runs, and what fits.
+"""Plan the memory of a training step before it runs, and choose what fits.
 
-The real step runs on tensors without data, under torch's memory tracker. In each phase, the memory
-of each owner grows linearly with the number of layers and with the batch. So four small steps, of
-two depths and two batches, give any other. It is at most quadratic in the length of a sequence,
-so long ones follow from three shorter ones. A changed model or optimizer needs no change here, as
-long as its layers are alike.
+The real step runs on fake tensors under torch's memory tracker. In each phase, the memory of each
+owner (weights, gradients, …) is linear in the number of layers and in the batch size, so four small
+steps, with two depths and two batch sizes, predict any other. It is at most quadratic in the
+sequence length, so three short lengths predict a long one. A change of the model or the optimizer
+needs no change here, as long as all layers are alike.
 """
 
 import gc
@@ -32,28 +32,33 @@ from plaingpt.training.attention import use_cpu_attention
 from plaingpt.training.loss import chunk_size, chunked_cross_entropy
 from plaingpt.training.optimizers import build_optimizer
 
-CUDA_OVERHEAD = GIB  # for CUDA's context and fragmentation: an allowance, not a measurement
-DEPTHS = (2, 4)  # even, so that layers of two kinds in turn are planned too
-LENGTHS = (8, 12, 16)  # chunks of the loss in a sequence: a trace takes long where they are many
+CUDA_OVERHEAD = GIB  # an allowance for CUDA's context and fragmentation, not a measurement
+DEPTHS = (2, 4)  # layers; even, to allow for two alternating kinds of layers
+LENGTHS = (8, 12, 16)  # sequence lengths, in chunks of the loss; tracing more chunks takes long
 OWNERS = {'Parameter': 'weights', 'Buffer': 'weights', 'Gradient': 'gradients',
-          'Optstate': 'optimizer'}  # as the tracker calls them; all else is activations
-MIDDLE = 'backward of a middle block'  # not planned: it holds something between its neighbours
-TRACES = {}  # those made in this process
+          'Optstate': 'optimizer'}  # the tracker's names → ours; all others are activations
+MIDDLE = 'backward of a middle block'  # ignored: it takes no more than the first or last block
+TRACES = {}  # cached results of trace()
 
 
 # -----------------------------------------------------------------------------
-# a step that is traced
+# tracing a step
 
 
-def one_step(shape, config, dtype, device, *, accumulating, chunk='auto', sharded=False,
-             tracker=None, begin=lambda phase: None):
-    """The last micro-batch of a step of a new GPT, and its update, as training makes them.
+def no_op(phase):
+    pass
 
-    accumulating: whether earlier micro-batches left gradients; chunk: tokens that have logits at
-    once; sharded: blocks are in autocast's dtype, as FSDP2 gathers them
-    tracker: a MemTracker; begin: called with the name of each phase as it begins"""
+
+def one_step(gpt_config, config, dtype, device, *, accumulating, chunk='auto', sharded=False,
+             tracker=None, begin=no_op):
+    """Run the last micro-batch of a step, and the update, of a new GPT as in training.
+
+    accumulating: whether gradients of earlier micro-batches exist
+    chunk: tokens whose logits are in memory at once
+    sharded: keep blocks in autocast's dtype, as FSDP2 gathers them
+    tracker: a MemTracker; begin: called with the name of each phase when it begins"""
     with device:
-        gpt = GPT(shape)
+        gpt = GPT(gpt_config)
     gpt.loss_function = partial(chunked_cross_entropy, chunk=chunk)
     use_cpu_attention(gpt)
     apply_activation_checkpointing(gpt, config.activation_checkpointing)
@@ -64,7 +69,7 @@ def one_step(shape, config, dtype, device, *, accumulating, chunk='auto', sharde
     optimizer = build_optimizer(gpt, config)
     for p in gpt.parameters():
         p.grad = torch.zeros_like(p) if p.requires_grad else None
-    optimizer.step()  # an optimizer makes its states in its first step
+    optimizer.step()  # the first step creates the optimizer states
     if not accumulating:
         optimizer.zero_grad(set_to_none=True)
     watch_phases(gpt, begin)
@@ -72,7 +77,8 @@ def one_step(shape, config, dtype, device, *, accumulating, chunk='auto', sharde
         tracker.track_external(gpt, optimizer)
     with tracker or nullcontext():
         begin('forward')
-        idx = torch.randint(shape.vocab_size, (config.batch_size, shape.block_size), device=device)
+        idx = torch.randint(gpt_config.vocab_size, (config.batch_size, gpt_config.block_size),
+                            device=device)
         with autocast(device, dtype):
             loss = gpt(idx, idx.clone())[1]
         begin('backward of the loss')
@@ -85,77 +91,94 @@ def one_step(shape, config, dtype, device, *, accumulating, chunk='auto', sharde
 
 def watch_phases(gpt, begin):
     """Call begin(phase) when the forward pass reaches the loss, and when the backward pass reaches
-    the last block, one in the middle, the first one, the embeddings."""
-    def at_gradient(module, phase):
+    the last block, a middle one, the first one and the embeddings."""
+    def begin_at_gradient(module, phase):
         def hook(_, inputs, output):
             if output.requires_grad:
                 output.register_hook(lambda grad: begin(phase))
         module.register_forward_hook(hook)
 
     gpt.transformer.ln_f.register_forward_hook(lambda *_: begin('loss'))
-    at_gradient(gpt.transformer.drop, 'backward of the embeddings')
+    begin_at_gradient(gpt.transformer.drop, 'backward of the embeddings')
     blocks = gpt.transformer.h
     for block in blocks[1:-1]:
-        at_gradient(block, MIDDLE)
-    at_gradient(blocks[0], 'backward of the first block')
-    at_gradient(blocks[-1], 'backward of the last block')
+        begin_at_gradient(block, MIDDLE)
+    begin_at_gradient(blocks[0], 'backward of the first block')
+    begin_at_gradient(blocks[-1], 'backward of the last block')
 
 
 def tracker_class():
-    """torch's MemTracker, or None in a version of torch that has moved it. Importing it takes two
-    seconds, so a run that is small for its device does not."""
+    """torch's MemTracker, or None if this torch does not have it there. Importing it takes two
+    seconds, so this is called only if memory may be short."""
     with suppress(ImportError):
         from torch.distributed._tools.mem_tracker import MemTracker
         return MemTracker
+    return None
 
 
-def trace(shape, config, dtype, device_type, **how):
-    """→ {phase: {owner: bytes at the peak of the phase}} of one_step. A step is traced once."""
-    key = GPT, repr((shape, config, dtype, device_type, how))
+def trace(gpt_config, config, dtype, device_type, **options):
+    """Trace one_step and return {phase: {owner: bytes at the peak of the phase}}, cached.
+    options: of one_step"""
+    key = GPT, repr((gpt_config, config, dtype, device_type, options))
     if key in TRACES:
         return TRACES[key]
-    if not (MemTracker := tracker_class()):
-        raise UserError('this version of torch has no torch.distributed._tools.mem_tracker, with '
-                        'which memory is planned: take torch 2.6 or newer')
-    tracker, phases, began = MemTracker(), {}, []
+    MemTracker = tracker_class()
+    if not MemTracker:
+        raise UserError('memory planning needs torch.distributed._tools.mem_tracker, which this '
+                        'version of torch lacks: install torch 2.6 or newer')
+    tracker = MemTracker()
+    phases = {}
+    current = None
 
     def begin(phase):
-        if began:
-            phases[began[-1]] = owners(tracker.get_tracker_snapshot('peak'))
+        nonlocal current
+        if current:
+            phases[current] = bytes_by_owner(tracker.get_tracker_snapshot('peak'))
         if phase == 'between steps':
-            phases[phase] = owners(tracker.get_tracker_snapshot())
-        tracker._peak_mem, tracker._peak_mem_snap = {}, {}  # the peak of each phase by itself
-        began.append(phase)
+            phases[phase] = bytes_by_owner(tracker.get_tracker_snapshot())
+        tracker._peak_mem, tracker._peak_mem_snap = {}, {}  # reset the peak for the new phase
+        current = phase
 
-    kernels = nullcontext() if device_type == 'cpu' else kernels_of_gpus()
+    kernels = nullcontext() if device_type == 'cpu' else gpu_kernels()
     with torch.random.fork_rng([]), torch._subclasses.fake_tensor.FakeTensorMode(), kernels:
-        one_step(shape, config, dtype, torch.device('cpu'), tracker=tracker, begin=begin, **how)
-    return TRACES.setdefault(key, phases)
+        one_step(gpt_config, config, dtype, torch.device('cpu'), tracker=tracker, begin=begin,
+                 **options)
+    TRACES[key] = phases
+    return phases
 
 
-def owners(snapshot):
-    """What a MemTracker counted → {owner: bytes}"""
-    found = Counter(dict.fromkeys(('weights', 'gradients', 'optimizer', 'activations'), 0))
-    for kinds in snapshot.values():
-        for kind, size in kinds.items():
+def bytes_by_owner(snapshot):
+    """Sum up a MemTracker snapshot as {owner: bytes}."""
+    sizes = dict.fromkeys(('weights', 'gradients', 'optimizer', 'activations'), 0)
+    for device_snapshot in snapshot.values():
+        for kind, size in device_snapshot.items():
             if kind != 'Total':
-                found[OWNERS.get(getattr(kind, 'value', kind), 'activations')] += size
-    return dict(found)
+                owner = OWNERS.get(getattr(kind, 'value', kind), 'activations')
+                sizes[owner] += size
+    return sizes
 
 
 @contextmanager
-def kernels_of_gpus():
-    """A context in which operations on a CPU take as much memory as a GPU's kernels: attention
-    keeps no weights, also with dropout; dropout keeps a mask of bytes; RMSNorm is one kernel. What
-    a kernel takes inside, such as cuBLAS's workspace, is not counted."""
+def gpu_kernels():
+    """A context in which CPU operations take as much memory as GPU kernels: attention saves no
+    probabilities, even with dropout; dropout saves a byte mask; RMSNorm is fused. Memory inside
+    kernels, such as cuBLAS's workspace, is not counted."""
     sdpa = F.scaled_dot_product_attention
-    # Not a TorchFunctionMode: it would be off in the backward pass, which recomputes layers.
-    gpu_kernels = mock.patch.multiple(
-        F, rms_norm=lambda *args: torch._fused_rms_norm(*args)[0],
-        scaled_dot_product_attention=lambda *args, **how: sdpa(*args, **{**how, 'dropout_p': 0.0}),
-        dropout=lambda x, p, training, inplace:
-            torch.native_dropout(x, p, True)[0] if p and training else x)
-    with gpu_kernels, mock.patch.object(attention, 'LONGEST', 0):  # cpu_attention keeps weights
+
+    def sdpa_without_dropout(*args, **kwargs):
+        return sdpa(*args, **{**kwargs, 'dropout_p': 0.0})
+
+    def native_dropout(x, p, training, inplace):
+        return torch.native_dropout(x, p, True)[0] if p and training else x
+
+    def fused_rms_norm(*args):
+        return torch._fused_rms_norm(*args)[0]
+
+    # Not a TorchFunctionMode, which would be off in the backward pass, where layers are recomputed.
+    patched = mock.patch.multiple(F, scaled_dot_product_attention=sdpa_without_dropout,
+                                  dropout=native_dropout, rms_norm=fused_rms_norm)
+    # cpu_attention saves probabilities
+    with patched, mock.patch.object(attention, 'MAX_LENGTH', 0):
         yield
 
 
@@ -164,186 +187,200 @@ def kernels_of_gpus():
 
 
 class Plan:
-    """Bytes by owner in each phase of a step; the peak is the largest phase's sum."""
+    """The memory of a step. phases: {phase: {owner: bytes}}; overhead: bytes"""
 
     def __init__(self, phases, overhead):
-        self.phases, self.overhead = phases, overhead  # phase → {owner: bytes}; bytes
-        self.totals = {phase: sum(held.values()) for phase, held in phases.items()}
+        self.phases = phases
+        self.overhead = overhead
+        self.totals = {phase: sum(sizes.values()) for phase, sizes in phases.items()}
         self.peak_phase = max(self.totals, key=self.totals.get)
-        self.peak = self.totals[self.peak_phase]  # what torch.cuda.max_memory_allocated tells
+        self.peak = self.totals[self.peak_phase]  # compare torch.cuda.max_memory_allocated
         self.total = self.peak + overhead
 
 
-def predict(shape, config, dtype, device_type):
-    """The Plan of one process for a step of a GPTConfig and a TrainConfig whose batch_size is a
-    number, on a type of device. Raises UserError."""
-    processes = config.world_size()
+def predict(gpt_config, config, dtype, device_type):
+    """Predict the memory of a step on one process, as a Plan. The TrainConfig's batch_size must be
+    a number. Raises UserError."""
+    world_size = config.world_size()
     sharded = config.parallel == 'fsdp'
-    accumulating = config.accumulation() > processes
-    # The logits grow with the batch until they fill a chunk of the loss, and then no more.
-    chunk = chunk_size('auto', config.batch_size * shape.block_size, shape.vocab_size, device_type)
-    full, rest = divmod(chunk, shape.block_size)
-    of_chunk = max(1, full + bool(rest))
-    depths = through(shape.n_layer, *DEPTHS)
-    lengths = through(shape.block_size, *(chunk * n for n in LENGTHS))
-    batches = through(config.batch_size, *((1, full) if config.batch_size < of_chunk else
-                                           (of_chunk, of_chunk + 1)))
+    accumulating = config.accumulation() > world_size
+    chunk = chunk_size('auto', config.batch_size * gpt_config.block_size, gpt_config.vocab_size,
+                       device_type)
+    # Memory is linear in each dimension, except that logits stop growing with the batch once they
+    # fill a chunk of the loss.
+    sequences_in_chunk = chunk // gpt_config.block_size
+    full_batch = max(1, math.ceil(chunk / gpt_config.block_size))
+    batch_sizes = (full_batch, full_batch + 1)
+    if config.batch_size < full_batch:
+        batch_sizes = (1, sequences_in_chunk)
+    depths = interpolation_weights(gpt_config.n_layer, *DEPTHS)
+    lengths = interpolation_weights(gpt_config.block_size, *(chunk * n for n in LENGTHS))
+    batches = interpolation_weights(config.batch_size, *batch_sizes)
 
-    def phases(config, batches, **how):
-        found = {}
+    def interpolate(config, batches, **options):
+        phases = {}
         for n_layer, block_size, batch_size in product(depths, lengths, batches):
-            share = depths[n_layer] * lengths[block_size] * batches[batch_size]
-            # What does not change memory has one value, so that one trace serves many plans.
-            alike = replace(config, batch_size=batch_size, gradient_accumulation_steps=1,
-                            total_batch_size=0, parallel='auto', seed=0)
-            small = replace(shape, n_layer=n_layer, block_size=block_size)
-            for phase, held in trace(small, alike, dtype, device_type, chunk=chunk, **how).items():
-                for owner, size in held.items():
-                    of_phase = found.setdefault(phase, Counter())
-                    of_phase[owner] += share * size
-        return {phase: {owner: round(size) for owner, size in held.items()}
-                for phase, held in found.items() if phase != MIDDLE}
+            weight = depths[n_layer] * lengths[block_size] * batches[batch_size]
+            # Settings that do not affect memory get a fixed value, so that plans share traces.
+            traced_config = replace(config, batch_size=batch_size, gradient_accumulation_steps=1,
+                                    total_batch_size=0, parallel='auto', seed=0)
+            traced_gpt = replace(gpt_config, n_layer=n_layer, block_size=block_size)
+            traced = trace(traced_gpt, traced_config, dtype, device_type, chunk=chunk, **options)
+            for phase, sizes in traced.items():
+                totals = phases.setdefault(phase, Counter())
+                for owner, size in sizes.items():
+                    totals[owner] += weight * size
+        phases.pop(MIDDLE, None)
+        return {phase: {owner: round(size) for owner, size in totals.items()}
+                for phase, totals in phases.items()}
 
     if sharded:
-        alone = phases(replace(config, activation_checkpointing='none'), {1: 1},
-                       accumulating=accumulating)
-        gathered = phases(config, batches, accumulating=False, sharded=True)
-        found = shares(alone, gathered, shape, config, dtype)
+        unsharded = interpolate(replace(config, activation_checkpointing='none'), {1: 1},
+                                accumulating=accumulating)
+        gathered = interpolate(config, batches, accumulating=False, sharded=True)
+        phases = shard_phases(unsharded, gathered, gpt_config, config, dtype)
     else:
-        found = phases(config, batches, accumulating=accumulating)
-    if processes > 1 and not sharded:  # DDP's gradients stay in buckets, which travel
-        gradients = found['optimizer']['gradients']
-        found = {phase: held | {'gradients': gradients} for phase, held in found.items()}
-    return Plan(found, CUDA_OVERHEAD if device_type == 'cuda' else 0)
+        phases = interpolate(config, batches, accumulating=accumulating)
+    if world_size > 1 and not sharded:  # DDP's gradient buckets are always allocated
+        gradients = phases['optimizer']['gradients']
+        phases = {phase: sizes | {'gradients': gradients} for phase, sizes in phases.items()}
+    return Plan(phases, CUDA_OVERHEAD if device_type == 'cuda' else 0)
 
 
-def through(n, *points):
-    """The polynomial through the values at some points, at n → {point: share of its value}
-    (Lagrange's formula). If n is one of the points, or smaller, its own value is used: {n: 1}."""
+def interpolation_weights(n, *points):
+    """Weights to interpolate a polynomial at n from its values at some points: {point: weight}
+    (Lagrange). If n is one of the points, or below them, its own value is used: {n: 1}."""
     if n <= points[0] or n in points:
         return {n: 1}
     return {p: math.prod(Fraction(n - q, p - q) for q in points if q != p) for p in points}
 
 
-def shares(alone, gathered, shape, config, dtype):
-    """Phases of a step of one process → those of a process that shares the model as FSDP2 does
-    (Zhao et al. 2023, "PyTorch FSDP"): it keeps its share of weights, gradients and optimizer.
-    What is outside the blocks is whole, in float32, until the backward pass ends. Two blocks are
-    whole in autocast's dtype: the one at work and the next. In the backward pass the gradient of
-    one is, too, and that of the one before is in float32, on its way to the processes.
+def shard_phases(unsharded, gathered, gpt_config, config, dtype):
+    """Compute the phases of a step under FSDP2 (Zhao et al. 2023, "PyTorch FSDP").
 
-    gathered: the phases with blocks in autocast's dtype; only their activations are used"""
+    A process stores its shard of weights, gradients and optimizer states. Parameters outside the
+    blocks stay gathered in float32 until the backward pass ends. Two blocks are gathered in
+    autocast's dtype: the current one and the prefetched next one. The backward pass also has the
+    current block's gradient in that dtype, and the previous block's in float32, being reduced.
+
+    unsharded: the phases of a single process, without its activations
+    gathered: the phases with blocks in autocast's dtype, for the activations"""
     with torch.device('meta'):
-        gpt = GPT(replace(shape, n_layer=1))
-    block = 4 * sum(p.numel() for p in gpt.transformer.h.parameters())
-    low = block if dtype == 'float32' else block // 2
-    weights = alone['optimizer']['weights']
-    root = weights - block * shape.n_layer
-    found = {}
-    for phase, held in alone.items():
-        mine = found[phase] = {owner: size // config.world_size() for owner, size in held.items()}
+        gpt = GPT(replace(gpt_config, n_layer=1))
+    block = 4 * sum(p.numel() for p in gpt.transformer.h.parameters())  # bytes in float32
+    gathered_block = block if dtype == 'float32' else block // 2
+    weights = unsharded['optimizer']['weights']
+    root = weights - block * gpt_config.n_layer
+    world_size = config.world_size()
+    phases = {}
+    for phase, sizes in unsharded.items():
+        phases[phase] = {owner: size // world_size for owner, size in sizes.items()}
         if phase not in ('optimizer', 'between steps'):
-            mine['weights'] += root + 2 * low
-            mine['activations'] = gathered[phase]['activations']
+            phases[phase]['weights'] += root + 2 * gathered_block
+            phases[phase]['activations'] = gathered[phase]['activations']
         if phase.startswith('backward') and phase != 'backward of the loss':
-            mine['gradients'] += root + low + block
+            phases[phase]['gradients'] += root + gathered_block + block
     if config.report or config.eval_tasks:
-        found['health check or sample'] = found['between steps'] | {
-            'weights': weights // config.world_size() + root + low * shape.n_layer, 'gradients': 0}
-    return found
+        full_model = root + gathered_block * gpt_config.n_layer
+        phases['health check or sample'] = phases['between steps'] | {
+            'weights': weights // world_size + full_model, 'gradients': 0}
+    return phases
 
 
 def micro_batches(config):
-    """The sizes that divide a process's sequences of a step, the smallest first."""
+    """The micro-batch sizes that divide a process's sequences per step, in ascending order."""
     sequences = config.total_batch_size // (config.block_size * config.world_size())
-    tried = min(math.isqrt(sequences), 2**20)  # finds all divisors of up to 2**40 sequences
-    small = [n for n in range(1, tried + 1) if sequences % n == 0]
-    return sorted({*small, *(sequences // n for n in small)})
+    limit = min(math.isqrt(sequences), 2**20)  # finds all divisors of up to 2**40 sequences
+    divisors = [n for n in range(1, limit + 1) if sequences % n == 0]
+    return sorted({*divisors, *(sequences // n for n in divisors)})
 
 
-def largest_batch(shape, config, dtype, device_type, available):
-    """→ the largest of the micro_batches that fits `available` bytes by plan; 0 where none does"""
-    def total(n):
-        return predict(shape, replace(config, batch_size=n), dtype, device_type).total
+def largest_batch(gpt_config, config, dtype, device_type, available):
+    """The largest micro-batch size that is planned to fit into `available` bytes; 0 if none is."""
+    def total(batch_size):
+        plan = predict(gpt_config, replace(config, batch_size=batch_size), dtype, device_type)
+        return plan.total
 
-    if total(1) > available:  # before larger ones are traced
+    if total(1) > available:  # saves tracing larger ones
         return 0
     sizes = micro_batches(config)
     return sizes[bisect(sizes, available, key=total) - 1]
 
 
-def choose_parallel(config, shape, dtype, device_type, available):
-    """→ 'ddp' or 'fsdp': how the processes share a step, so that it fits the `available` bytes of
-    each. All processes must give the same. With batch_size=auto a micro-batch of 1 decides."""
+def choose_parallel(config, gpt_config, dtype, device_type, available):
+    """Return 'ddp' if a step fits into `available` bytes per process, else 'fsdp'. All processes
+    must pass the same number. With batch_size=auto, the step has micro-batches of 1."""
     if config.parallel != 'auto':
         return config.parallel
+    if config.world_size() == 1:
+        return 'ddp'
     if config.batch_size == 'auto':
         config = replace(config, batch_size=1)
-    fits = config.world_size() == 1 or \
-        predict(shape, config, dtype, device_type).total <= available
+    fits = predict(gpt_config, config, dtype, device_type).total <= available
     return 'ddp' if fits else 'fsdp'
 
 
 # -----------------------------------------------------------------------------
-# before a run, and where its memory runs out
+# choosing what fits
 
 
-def fit(config, shape, dtype, device, available):
-    """The TrainConfig of a run, with a value for parallel=auto and batch_size=auto.
-    available: bytes that each process may take. Raises UserError where a step takes more; on CUDA
-    its weights, gradients and optimizer states, since a GPU refuses the rest by itself."""
-    if not tracker_class() and config.batch_size != 'auto':  # no plan, no refusal
+def fit(config, gpt_config, dtype, device, available):
+    """Resolve parallel=auto and batch_size=auto in a TrainConfig. available: bytes per process.
+
+    Raises UserError if a step does not fit. On CUDA, only weights, gradients and optimizer states
+    must fit by plan, because the GPU itself reports if the rest does not."""
+    if not tracker_class() and config.batch_size != 'auto':  # cannot plan
         return config
     if config.world_size() > 1:
-        config = replace(config, parallel=choose_parallel(config, shape, dtype, device.type,
-                                                          available))
+        parallel = choose_parallel(config, gpt_config, dtype, device.type, available)
+        config = replace(config, parallel=parallel)
         print0(f'parallel {config.parallel}')
     if config.batch_size == 'auto':
-        config = with_planned_batch(config, shape, dtype, device, available)
-    plan = predict(shape, config, dtype, device.type)
-    kept = plan.totals['optimizer'] - plan.phases['optimizer']['activations']
-    taken = kept if device.type == 'cuda' else plan.total
-    if taken > available and not config.eval_only:
+        config = with_largest_batch(config, gpt_config, dtype, device, available)
+    plan = predict(gpt_config, config, dtype, device.type)
+    static = plan.totals['optimizer'] - plan.phases['optimizer']['activations']
+    required = static if device.type == 'cuda' else plan.total
+    if required > available and not config.eval_only:
         raise UserError(
-            f'batch_size={config.batch_size}, n_layer={shape.n_layer}, n_embd={shape.n_embd}: a '
-            f'step takes {gib(plan.total)}, its weights, gradients and optimizer states alone '
-            f'{gib(kept)}, and {gib(available)} are free: choose smaller sizes; '
-            f'{command_for("plan")} with the same settings says what fits')
+            f'batch_size={config.batch_size}, n_layer={gpt_config.n_layer}, '
+            f'n_embd={gpt_config.n_embd}: a step takes {gib(plan.total)} ({gib(static)} of it for '
+            f'weights, gradients and optimizer states), but {gib(available)} are free: choose '
+            f'smaller sizes; {command_for("plan")} with the same settings lists what fits')
     return config
 
 
-def with_planned_batch(config, shape, dtype, device, available):
-    """The TrainConfig with the largest batch that is planned to fit and keeps its total_batch_size.
-    On CUDA a step of it is tried, and of half of it where that runs out of memory. It is the same
-    on all processes. Raises UserError."""
-    planned = largest_batch(shape, config, dtype, device.type, available)
+def with_largest_batch(config, gpt_config, dtype, device, available):
+    """The TrainConfig with the largest batch_size that is planned to fit, the same on all
+    processes. On CUDA, a step is tried, and the size halved while it runs out of memory. Raises
+    UserError."""
+    planned = largest_batch(gpt_config, config, dtype, device.type, available)
     batch_size = min(all_gather(planned, gloo_group()))
-    trying = device.type == 'cuda' and config.parallel != 'fsdp'  # a trial holds the whole model
-    while batch_size and trying:
+    try_step = device.type == 'cuda' and config.parallel != 'fsdp'  # a trial needs the full model
+    while batch_size and try_step:
         trial = replace(config, batch_size=batch_size)
-        if all(all_gather(step_fits(shape, trial, dtype, device), gloo_group())):
+        if all(all_gather(step_fits(gpt_config, trial, dtype, device), gloo_group())):
             break
         batch_size = max((n for n in micro_batches(config) if n <= batch_size // 2), default=0)
     if not batch_size:
         raise UserError(f'batch_size=auto: not even 1 fits into {gib(available)} on {device}: '
                         'choose a smaller model or --activation_checkpointing=full')
     config = replace(config, batch_size=batch_size)
-    print0(f'batch_size {batch_size} (as fits {gib(available)}) | accumulation '
-           f'{config.accumulation()}')
+    print0(f'batch_size {batch_size} (the largest that fits into {gib(available)}) | gradient '
+           f'accumulation {config.accumulation()}')
     return config
 
 
-def step_fits(shape, config, dtype, device):
-    """True where a whole step runs on this CUDA device. It is not compiled, and so takes as much as
-    a compiled one or more."""
+def step_fits(gpt_config, config, dtype, device):
+    """Whether a step runs on this CUDA device. It runs in eager mode, which takes at least as much
+    memory as a compiled step."""
     with torch.random.fork_rng([device]):
         try:
-            one_step(shape, config, dtype, device,
+            one_step(gpt_config, config, dtype, device,
                      accumulating=config.accumulation() > config.world_size())
             fits = True
         except torch.OutOfMemoryError:
             fits = False
-    gc.collect()  # a graph that an error cut short holds itself
+    gc.collect()  # after an error, the graph is part of a reference cycle
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     return fits
@@ -353,29 +390,31 @@ def step_fits(shape, config, dtype, device):
 # the check before a run
 
 
-LOGITS = 8192  # tokens that have logits at once, at most
+MAX_LOGITS = 8192  # tokens whose logits are in memory at once
 
 
-def fit_to_memory(config, shape, dtype, device):
-    """The TrainConfig of a run of a GPTConfig, with a value for parallel=auto and
-    batch_size=auto. Raises UserError where the model or a step takes more memory than is free."""
+def fit_to_memory(config, gpt_config, dtype, device):
+    """Resolve parallel=auto and batch_size=auto in the TrainConfig of a run. Raises UserError if a
+    step takes more memory than is free."""
     world = launched_world()
     if config.parallel == 'fsdp' and not world.launched:
-        raise UserError('parallel=fsdp shares a model among processes: start them with torchrun')
+        raise UserError('parallel=fsdp shards a model over processes: start them with torchrun')
     available = min(all_gather(device_memory(device, world.local_size), gloo_group()))
     if config.batch_size != 'auto' and config.parallel != 'fsdp' \
-            and 4 * rough_bytes(shape, config.batch_size) < available:
+            and 4 * rough_bytes(gpt_config, config.batch_size) < available:
         return config
-    return fit(config, shape, dtype, device, available)
+    return fit(config, gpt_config, dtype, device, available)
 
 
-def rough_bytes(shape, batch_size):
-    """A quick estimate of the bytes that a step takes in float32, right within a factor of 4."""
-    tables = 2 + shape.value_embeddings * shape.n_layer
-    rows = tables * shape.padded_vocab_size + shape.ngram_rows
-    weights = shape.n_embd * (12 * shape.n_layer * shape.n_embd + rows)
-    tokens = batch_size * shape.block_size
-    # a block keeps some 16 numbers for each channel of a token
-    numbers = tokens * shape.n_embd * (16 * shape.n_layer + 4) \
-        + min(tokens, LOGITS) * shape.padded_vocab_size
-    return 4 * numbers + 16 * weights  # with a gradient and two states
+def rough_bytes(gpt_config, batch_size):
+    """A quick estimate of the memory of a step in float32, within a factor of 4."""
+    num_embeddings = 2  # the embedding and the head
+    if gpt_config.value_embeddings:
+        num_embeddings += gpt_config.n_layer
+    rows = num_embeddings * gpt_config.padded_vocab_size + gpt_config.ngram_rows
+    weights = gpt_config.n_embd * (12 * gpt_config.n_layer * gpt_config.n_embd + rows)
+    tokens = batch_size * gpt_config.block_size
+    # a block saves about 16 numbers per token and channel
+    activations = tokens * gpt_config.n_embd * (16 * gpt_config.n_layer + 4)
+    logits = min(tokens, MAX_LOGITS) * gpt_config.padded_vocab_size
+    return 4 * (activations + logits) + 16 * weights  # a weight has a gradient and two states

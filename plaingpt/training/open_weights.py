@@ -1,4 +1,4 @@
-"""The weights that a name stands for, of a run or pretrained, and a model of them."""
+"""Load a model by name: from a run, a checkpoint or pretrained weights."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,14 +13,15 @@ from plaingpt.system.distributed import print0
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 
-# Channels. Narrower models generate on one thread: a second thread gains at most 6%, and beside a
-# busy program two threads are a third as fast as one.
-NARROW = 256
+# Models with fewer channels generate on one thread: a second thread gains at most 6%, and on a busy
+# machine two threads are a third as fast as one.
+MIN_MULTITHREAD_CHANNELS = 256
 
 
 def open_weights(source, which='best'):
-    """The weights that a name stands for: a Checkpoint (of the folder of one, or of the out_dir of
-    a run, which has several: latest, best, or an iteration), else a Pretrained. Raises UserError.
+    """Open the weights that a name stands for. Returns a Checkpoint if `source` is a checkpoint's
+    folder or a run's out_dir (`which`: latest, best, or an iteration), else a Pretrained. Raises
+    UserError.
 
     Both have a `source`, a `config` (GPTConfig), `tokenizer_json()`, the `state` of a run or {},
     and `load_into(model)`."""
@@ -33,42 +34,45 @@ def open_weights(source, which='best'):
 
 
 def make_model(weights):
-    """What open_weights returned → a GPT with these weights, in eval mode. Raises UserError."""
+    """Build a GPT with weights from open_weights, in eval mode. Raises UserError."""
     model = GPT(weights.config)
     weights.load_into(model)
     return model.eval()
 
 
 # -----------------------------------------------------------------------------
-# a training run that starts from them
+# fine-tuning
 
 
-def start_shape(config, weights, dataset=None):
-    """The GPTConfig of the model whose weights a run starts from. A dataset of conversations may
-    add special tokens for it to learn. Raises UserError where it cannot read the dataset."""
-    shape = replace(weights.config, dropout=config.dropout)
-    if config.block_size > shape.block_size:
-        raise UserError(f'block_size={config.block_size}: {config.init_from} reads at most '
-                        f'{shape.block_size} tokens: use --block_size={shape.block_size} or less')
+def gpt_config_from_weights(config, weights, dataset=None):
+    """The GPTConfig of a run that starts from these weights. A chat dataset may add special tokens
+    to the vocabulary. Raises UserError if the model and the dataset do not match."""
+    gpt_config = replace(weights.config, dropout=config.dropout)
+    if config.block_size > gpt_config.block_size:
+        raise UserError(f'block_size={config.block_size}: {config.init_from} supports at most '
+                        f'{gpt_config.block_size} tokens; use --block_size={gpt_config.block_size} '
+                        'or less')
     base = dataset and dataset.tokenizer_json().get('base')  # the tokenizer inside a chat tokenizer
-    if base and tokenizers.vocab_size_of(base) == shape.vocab_size:
-        shape = replace(shape, vocab_size=dataset.vocab_size)
-    if dataset and dataset.vocab_size != shape.vocab_size:
-        raise UserError(f'{dataset.folder} has a vocabulary of {dataset.vocab_size} and '
-                        f'{config.init_from} one of {shape.vocab_size}: prepare the text with the '
-                        'tokenizer of the model, or name another model with --init_from')
-    return shape
+    if base and tokenizers.vocab_size_of(base) == gpt_config.vocab_size:
+        gpt_config = replace(gpt_config, vocab_size=dataset.vocab_size)
+    if dataset and dataset.vocab_size != gpt_config.vocab_size:
+        raise UserError(f'{dataset.folder} has {dataset.vocab_size} tokens, but '
+                        f'{config.init_from} has {gpt_config.vocab_size}: prepare the data with '
+                        "the model's tokenizer, or name another model with --init_from")
+    return gpt_config
 
 
 def check_tokenizer(config, weights, dataset):
-    """Raise UserError where the model knows other tokens than the dataset, and say what starts."""
-    tokenizer, described = weights.tokenizer_json(), dataset.tokenizer_json()
-    known = [tokenizers.vocabulary_of(each) for each in (described, described.get('base')) if each]
-    if tokenizer is not None and tokenizers.vocabulary_of(tokenizer) not in known:
-        raise UserError(f'{weights.source} was trained with another tokenizer than that of '
-                        f'{dataset.folder}: prepare the text with --tokenizer={config.init_from}')
-    print0(f'{weights.source}: the run starts from its weights; the optimizer, the iteration count '
-           'and the order of the data begin anew')
+    """Check that the model and the dataset use the same tokenizer. Raises UserError."""
+    model_tokenizer, data_tokenizer = weights.tokenizer_json(), dataset.tokenizer_json()
+    matching = [tokenizers.vocabulary_of(data_tokenizer)]
+    if base := data_tokenizer.get('base'):  # the tokenizer inside a chat tokenizer
+        matching.append(tokenizers.vocabulary_of(base))
+    if model_tokenizer is not None and tokenizers.vocabulary_of(model_tokenizer) not in matching:
+        raise UserError(f'{weights.source} was trained with a different tokenizer than that of '
+                        f'{dataset.folder}: prepare the data with --tokenizer={config.init_from}')
+    print0(f'{weights.source}: starting from these weights with a fresh optimizer, step count and '
+           'data order')
 
 
 # -----------------------------------------------------------------------------
@@ -77,17 +81,18 @@ def check_tokenizer(config, weights, dataset):
 
 @dataclass
 class ModelChoice:
-    """Options that sample.py, serve.py, evaluate.py and export.py share; `load` takes them."""
+    """Options to choose a model, shared by sample.py, serve.py, evaluate.py and export.py."""
 
     # which model
     init_from: str = 'resume'  # resume (from out_dir), gpt2…, OWNER/NAME, a folder, or a ckpt.pt
-    out_dir: str = 'out'  # the run to read
+    out_dir: str = 'out'  # folder of the run to load
     checkpoint: str = 'best'  # best, latest, or an iteration
     tokenizer: str = 'auto'  # auto: the model's own; or gpt2, byte, a dataset, run or model
 
 
 def load(choice):
-    """A ModelChoice → (model, tokenizer, its Checkpoint or Pretrained). Raises UserError."""
+    """Load a ModelChoice. Returns (model, tokenizer, Checkpoint or Pretrained). Raises UserError.
+    """
     if choice.init_from == 'resume':
         weights = checkpoints.find(choice.out_dir, choice.checkpoint, ('model',))
     else:
@@ -103,41 +108,45 @@ def load(choice):
         from plaingpt.data.chat_tokenizer import as_chat
         description = as_chat(description, source)
     if description is None:
-        raise UserError(f'{source} has no tokenizer: name the one of its '
-                        f'{model.config.vocab_size} tokens: --tokenizer=data/NAME, or that of a '
-                        'run or a model, gpt2 or byte')
-    made = tokenizers.from_json(description)
-    if made.vocab_size != model.config.vocab_size:
-        raise UserError(f'{source} has {model.config.vocab_size} tokens and its tokenizer '
-                        f'{made.vocab_size}: name the one that it was trained with, such as '
+        raise UserError(f'{source} has no tokenizer: name the one that it was trained with '
+                        f'({model.config.vocab_size} tokens), with --tokenizer=data/NAME, a run, '
+                        'a model, gpt2 or byte')
+    tokenizer = tokenizers.from_json(description)
+    if tokenizer.vocab_size != model.config.vocab_size:
+        raise UserError(f'{source} has {model.config.vocab_size} tokens, but its tokenizer has '
+                        f'{tokenizer.vocab_size}: name the one that it was trained with, such as '
                         '--tokenizer=data/NAME')
-    return model, made, weights
+    return model, tokenizer, weights
 
 
 @dataclass
 class GeneratorChoice(ModelChoice):
-    """Options that sample.py and serve.py share; `open_generator` takes them."""
+    """Options to generate text, shared by sample.py and serve.py."""
 
     # device
     device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
-    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # precision of the matmuls
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # precision of matmuls
 
 
 def open_generator(choice, compile=False):
-    """A GeneratorChoice → what writes with this model, a TextGenerator. Prints which it is.
-    compile: see choose_compile(). Raises UserError."""
+    """Load a GeneratorChoice as a TextGenerator, and print what was loaded. compile: see
+    choose_compile(). Raises UserError."""
     from plaingpt.inference.generation import CompiledStep, check_cache, prepare_for_generation
     from plaingpt.inference.text_generator import TextGenerator
     device, _ = choose_device(choice.device)
-    compiles, compile_why = choose_compile(compile, device)
+    use_compile, compile_why = choose_compile(compile, device)
     prepare_device(device)
     model, tokenizer, weights = load(choice)
     model = model.to(device)
     dtype, _ = choose_dtype(choice.dtype, device, model.config.n_embd)
-    print(f'{weights.source} | {model.num_parameters():,} parameters | device {device} | '
-          f'dtype {dtype}' + (f' | compile {compiles} ({compile_why})' if compile else ''))
+    summary = f'{weights.source} | {model.num_parameters():,} parameters | device {device} | ' \
+              f'dtype {dtype}'
+    if compile:
+        summary += f' | compile {use_compile} ({compile_why})'
+    print(summary)
     check_cache(model)
-    if device.type == 'cpu' and model.config.n_embd < NARROW:
+    if device.type == 'cpu' and model.config.n_embd < MIN_MULTITHREAD_CHANNELS:
         torch.set_num_threads(1)
-    context = prepare_for_generation(model, device, dtype, pack=not compiles)
-    return TextGenerator(model, tokenizer, context, CompiledStep(model) if compiles else None)
+    context = prepare_for_generation(model, device, dtype, pack=not use_compile)
+    compiled_step = CompiledStep(model) if use_compile else None
+    return TextGenerator(model, tokenizer, context, compiled_step)

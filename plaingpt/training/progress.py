@@ -1,5 +1,7 @@
-"""How far a run is: a number from 0 to 1, which drives the learning rate, the evaluations and the
-end. It counts iterations, or with --minutes the time.
+"""The progress of a run: the loop's counters, and a clock that measures how much is done.
+
+The clock's number from 0 to 1 drives the learning rate, the evaluations and the end of the run. It
+counts iterations or, with --minutes, time.
 """
 
 import math
@@ -15,41 +17,45 @@ from plaingpt.system.formatting import setting
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.start import used_s
 
-EVALUATIONS = 10  # of a run of minutes, after the first
-FINISHED, TIME_UP = 'all iterations are done', 'time is up'  # how a run comes to its end
+NUM_EVALUATIONS = 10  # in a timed run, after the first one
+FINISHED = 'all iterations are done'  # the reasons for which a run ends by itself
+TIME_UP = 'time is up'
 
 
 @dataclass
 class Progress:
-    """What a checkpoint keeps of the loop."""
+    """The loop's counters, which checkpoints save."""
 
-    iter_num: int = 0  # updates made
+    iter_num: int = 0  # completed steps
     best_val_loss: float = math.inf
     evals_since_best: int = 0
-    evaluated_at: int | None = None  # the iteration of the last evaluation
-    val_loss: float | None = None  # what it measured
+    evaluated_at: int | None = None  # iteration of the last evaluation
+    val_loss: float | None = None  # of the last evaluation
     val_stderr: float | None = None  # its standard error
-    saved_at: int | None = None  # the iteration of the last checkpoint
-    saved_evaluated: bool = False  # that checkpoint has its evaluation
-    updating: bool = False  # the weights may be partly updated
-    eval_sequences: int = 0  # sequences of a split in each evaluation
+    saved_at: int | None = None  # iteration of the last checkpoint
+    saved_evaluated: bool = False  # whether that checkpoint includes its evaluation
+    updating: bool = False  # an optimizer step is under way: weights may be partly updated
+    eval_sequences: int = 0  # sequences per split in each evaluation
 
     @property
     def evaluated(self):
-        """Whether this iteration was evaluated."""
+        """Whether this iteration has been evaluated."""
         return self.evaluated_at == self.iter_num
 
     def record_evaluation(self, val_loss, val_stderr):
-        """→ whether the loss of this evaluation is the best so far."""
-        self.evaluated_at, self.val_loss, self.val_stderr = self.iter_num, val_loss, val_stderr
-        best = val_loss < self.best_val_loss
-        if best:
+        """Record the evaluation of this iteration. Return whether its loss is the best so far."""
+        self.evaluated_at = self.iter_num
+        self.val_loss = val_loss
+        self.val_stderr = val_stderr
+        if val_loss < self.best_val_loss:
             self.best_val_loss = val_loss
-        self.evals_since_best = 0 if best else self.evals_since_best + 1
-        return best
+            self.evals_since_best = 0
+            return True
+        self.evals_since_best += 1
+        return False
 
     def state(self):
-        """What a checkpoint of this iteration keeps, as JSON."""
+        """The counters for a checkpoint's state.json."""
         return {'iter_num': self.iter_num, 'evaluated': self.evaluated,
                 'val_loss': finite(self.val_loss) if self.evaluated else None,
                 'val_loss_stderr': finite(self.val_stderr) if self.evaluated else None,
@@ -58,14 +64,16 @@ class Progress:
 
 
 class IterationClock:
-    """A run of max_iters iterations."""
+    """The clock of a run of max_iters iterations."""
 
     def __init__(self, config):
         self.config = config
 
     def read(self, iter_num):
-        """→ how far the run is after `iter_num` updates, from 0 to 1."""
-        return iter_num / self.config.max_iters if iter_num < self.config.max_iters else 1.0
+        """The fraction of the run that is done after `iter_num` steps, from 0 to 1."""
+        if iter_num < self.config.max_iters:
+            return iter_num / self.config.max_iters
+        return 1.0
 
     def evaluation_is_due(self, iter_num, fraction_done):
         return iter_num % self.config.eval_interval == 0
@@ -74,72 +82,79 @@ class IterationClock:
         return get_lr(iter_num, self.config)
 
     def left_s(self):
-        return None  # not known
+        return None  # unknown
 
     @contextmanager
     def timed_evaluation(self):
-        """A context for an evaluation."""
+        """A context to evaluate in; a MinuteClock times it."""
         yield
 
 
 class MinuteClock(IterationClock):
-    """A run of config.minutes, by rank 0's clock. The time before the first step does not count as
-    progress. The last evaluation gets the time that those before it took.
+    """The clock of a run of config.minutes, by rank 0's time. The time before the first step does
+    not count as progress. Time is reserved for the last evaluation, as much as earlier ones took.
 
-    used_s: seconds used before a resume; began: when this command was started
+    used_s: seconds used before a resume; started_at: when this command was started
     """
 
-    def __init__(self, config, used_s, began):
+    def __init__(self, config, used_s, started_at):
         super().__init__(config)
-        self.given_s, self.used_s = 60 * config.minutes, used_s
-        self.ends_at = began + self.given_s - used_s
-        self.loop_began = None
-        self.evaluations_s = []  # what the last ones took
-        self.evaluated_at = -1.0  # fraction_done then
+        self.total_s = 60 * config.minutes
+        self.used_s = used_s
+        self.ends_at = started_at + self.total_s - used_s
+        self.loop_started_at = None
+        self.evaluation_times_s = []  # of the last three evaluations
+        self.evaluated_at = -1.0  # fraction_done at the last evaluation
 
     @property
     def evaluation_s(self):
-        """What an evaluation takes: the median of the last ones."""
-        return statistics.median(self.evaluations_s or [0.0])
+        """The time that an evaluation takes: the median of the last three."""
+        return statistics.median(self.evaluation_times_s or [0.0])
 
     def left_s(self):
         return self.ends_at - time.perf_counter()
 
     def read(self, iter_num):
         now = time.perf_counter()
-        self.loop_began = self.loop_began or now
-        before = self.used_s / self.given_s
-        time_left = self.ends_at - self.evaluation_s - self.loop_began
-        share = (now - self.loop_began) / time_left if time_left > 0 else 1.0
-        fraction_done = all_gather(min(1.0, before + (1 - before) * share), gloo_group())[0]
+        self.loop_started_at = self.loop_started_at or now
+        done_before = self.used_s / self.total_s  # before this start
+        loop_s = self.ends_at - self.evaluation_s - self.loop_started_at
+        done_now = (now - self.loop_started_at) / loop_s if loop_s > 0 else 1.0
+        fraction_done = min(1.0, done_before + (1 - done_before) * done_now)
+        fraction_done = all_gather(fraction_done, gloo_group())[0]
         if fraction_done == 1 and iter_num == 0:
             raise UserError(f'minutes={setting(self.config.minutes)} is too short: setup took '
-                            'all of it; give more')
+                            'all of that time; raise --minutes')
         self.fraction_done = fraction_done
         return fraction_done
 
     def evaluation_is_due(self, iter_num, fraction_done):
-        """At each tenth; less often if evaluations would take more than a tenth of the time."""
-        often = min(EVALUATIONS, self.given_s / 10 / max(self.evaluation_s, 1e-9))
-        return int(fraction_done * often) > int(self.evaluated_at * often) or self.evaluated_at < 0
+        """True at each tenth of the run; less often if evaluations would take over a tenth of its
+        time."""
+        if self.evaluated_at < 0:
+            return True
+        count = min(NUM_EVALUATIONS, self.total_s / 10 / max(self.evaluation_s, 1e-9))
+        return int(fraction_done * count) > int(self.evaluated_at * count)
 
     def get_lr(self, iter_num, fraction_done):
         return get_lr(iter_num, self.config, fraction_done)
 
     @contextmanager
     def timed_evaluation(self):
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         self.evaluated_at = self.fraction_done
         yield
-        self.evaluations_s = [*self.evaluations_s[-2:], time.perf_counter() - began]
+        self.evaluation_times_s = [*self.evaluation_times_s[-2:], time.perf_counter() - started_at]
 
 
 def make_clock(config, start):
-    """The clock of a run: TrainConfig, Start → an IterationClock or MinuteClock."""
+    """The clock of a run, for its TrainConfig and its StartingPoint."""
     if not config.minutes:
         return IterationClock(config)
-    used = 0.0
-    if start.resumed and (start.weights.state['left_s'] is not None
-                          or config.init_from == 'resume'):
-        used = used_s(start.weights.state, start.weights.settings()['minutes'])
-    return MinuteClock(config, used, start.began)
+    seconds_used = 0.0
+    if start.resumed:
+        state = start.weights.state
+        was_timed = state['left_s'] is not None
+        if was_timed or config.init_from == 'resume':
+            seconds_used = used_s(state, start.weights.settings()['minutes'])
+    return MinuteClock(config, seconds_used, start.started_at)

@@ -1,11 +1,9 @@
-"""What a run starts from: new weights, those of a model, or the checkpoint that it continues; the
-settings and the shape that follow from it; and what stays of an earlier run in its folder."""
+"""The starting point of a run: scratch, pretrained weights, or a checkpoint to resume; and the
+settings, the architecture and the training texts that it brings."""
 
 import os
-import shutil
 import time
 from dataclasses import asdict, fields, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -17,51 +15,45 @@ from plaingpt.data.overlap import (
     sketch_of,
     windows_of,
 )
-from plaingpt.monitoring.run_record import trim_rows
+from plaingpt.monitoring.run_record import TRAINED_ON
 from plaingpt.system.distributed import all_gather, launched_world, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import quoted, setting
-from plaingpt.training.checkpoint import (
-    checkpoint_paths,
-    clean_up,
-    find,
-    iteration_of,
-    open_checkpoint,
-)
-from plaingpt.training.settings import STARTS, TrainConfig
+from plaingpt.training import checkpoint as checkpoints
+from plaingpt.training.settings import INIT_MODES, TrainConfig
 
-# Fields that a run takes from the model that it starts from, and not from its settings.
-KEPT_SHAPE = [field.name for field in fields(GPTConfig) if field.name not in (
+# Settings that come from the model that a run starts from.
+ARCHITECTURE_FIELDS = [field.name for field in fields(GPTConfig) if field.name not in (
     'block_size', 'vocab_size', 'dropout', 'document_attention', 'document_start')]
-# A resumed run takes these settings from its command, and all others from its checkpoint: they say
-# how it starts this time, or depend on how many processes there are.
-OF_THIS_START = {'out_dir', 'init_from', 'checkpoint', 'check', 'eval_only', 'minutes', 'parallel'}
-TRAINED_ON = 'trained_on.npz'  # sketches of the texts that the weights of a run were trained on
-LOGS = ('metrics.jsonl', 'anomalies.jsonl', 'film.jsonl', 'run.json', 'report.md', 'loss.png',
-        'film.html', 'tensorboard', TRAINED_ON)
-LITTLE_SHARED = 0.01  # between the corpora of a mixture: it is not told
+# Settings that are not restored from the checkpoint of a resumed run: they belong to the command,
+# or depend on the number of processes.
+NOT_RESTORED = {'out_dir', 'init_from', 'checkpoint', 'check', 'eval_only', 'minutes', 'parallel'}
+MIN_OVERLAP = 0.01  # smaller overlaps between the corpora of a mixture are not reported
 
 
 def is_resumed(out_dir, init_from):
-    """Whether a command with these settings goes on with a run."""
-    return init_from == 'resume' or (init_from == 'auto' and bool(checkpoint_paths(out_dir)))
+    """Whether a command with these settings resumes a run."""
+    return init_from == 'resume' \
+        or (init_from == 'auto' and bool(checkpoints.checkpoint_paths(out_dir)))
 
 
-class Start:
-    """What a run starts from: nothing, weights, or the checkpoint of a run that it continues.
+class StartingPoint:
+    """What a run starts from: scratch, pretrained weights, or a checkpoint that it resumes.
 
-    weights: what open_weights returned, or None; resumed: whether the run continues from them
-    verifies: whether rank 0 compares the checkpoint to continue with its checksums
+    weights: a Checkpoint or a Pretrained (see open_weights), or None
+    resumed: whether `weights` is the checkpoint to resume from
+    verifies: whether rank 0 verifies the checksums of that checkpoint
     """
 
     def __init__(self, verifies=True):
-        self.weights, self.resumed = None, False
-        self.began = time.perf_counter()  # the command
+        self.weights = None
+        self.resumed = False
+        self.started_at = time.perf_counter()  # when the command was started
         self.verifies = verifies and launched_world().is_main
 
     @property
     def checkpoint(self):
-        """The checkpoint that the run continues, or None."""
+        """The checkpoint to resume from, or None."""
         return self.weights if self.resumed else None
 
     @property
@@ -69,213 +61,200 @@ class Start:
         return self.weights is None
 
     def read(self, values):
-        """Open the checkpoint or the weights that a command names → {setting: value}: those of the
-        run that it resumes, or the shape of the model that it starts from, or {}.
-        values: of the command line alone. Raises UserError where no checkpoint can be used."""
-        out_dir, init_from, which = (values[key] for key in ('out_dir', 'init_from', 'checkpoint'))
-        # After a crash torchrun repeats the command: --checkpoint=ITER must not go back once more.
+        """Open the checkpoint or the pretrained weights that the command line names. Return
+        {setting: value} to start from: the settings of the run to resume, or the architecture of
+        the pretrained model, or {}. values: those of the command line. Raises UserError."""
+        out_dir, init_from, which = values['out_dir'], values['init_from'], values['checkpoint']
+        # After a crash, torchrun repeats the command: --checkpoint=ITER must not go back again.
         if int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')) > 0:
             which = 'latest'
         if not out_dir:
             return {}
         if is_resumed(out_dir, init_from) or (init_from == 'auto' and which.isdecimal()):
             self.resumed = True
-            self.weights = find(out_dir, which, ('model', 'optimizer') if self.verifies else ())
-            return saved_settings(self.weights.settings())
-        if init_from in STARTS or not TrainConfig(init_from=init_from).names_a_start():
+            kinds = ('model', 'optimizer') if self.verifies else ()
+            self.weights = checkpoints.find(out_dir, which, kinds)
+            return restored_settings(self.weights.settings())
+        if init_from in INIT_MODES or not TrainConfig(init_from=init_from).is_valid_source():
             return {}
         from plaingpt.training.open_weights import open_weights
         self.weights = open_weights(init_from, which)
-        shape = self.weights.config
-        return {**{key: getattr(shape, key) for key in KEPT_SHAPE},
-                'block_size': min(shape.block_size, TrainConfig.block_size)}  # of a long context
+        gpt_config = self.weights.config
+        settings = {key: getattr(gpt_config, key) for key in ARCHITECTURE_FIELDS}
+        # a long context is used only on request
+        settings['block_size'] = min(gpt_config.block_size, TrainConfig.block_size)
+        return settings
 
-    def agree(self, group):
-        """Let all processes take rank 0's checkpoint, which it has verified."""
+    def share_checkpoint(self, group):
+        """Make all processes resume from rank 0's checkpoint, which rank 0 has verified."""
         path = all_gather(self.weights.path if self.resumed else None, group)[0]
         self.resumed = path is not None
         if self.resumed:
             if self.weights is None or self.weights.path != path:
-                self.weights = open_checkpoint(path)
+                self.weights = checkpoints.open_checkpoint(path)
             self.weights.verified.update(('model', 'optimizer'))
 
 
-def saved_settings(config):
-    """{setting: value} of the run that is continued. config: as its checkpoint has it"""
-    saved = {field.name: config[field.name] for field in fields(TrainConfig)
-             if field.init and field.name in config.keys() - OF_THIS_START}
-    if config.get('check') == 'overfit':  # it decides what the run reads
-        saved['check'] = 'overfit'
-    # A checkpoint has numbers for 'auto'. They are 'auto' again, and follow the command's changes.
-    auto = TrainConfig(**{**saved, 'min_lr': 'auto', 'lr_decay_iters': 'auto'})
-    return saved | {key: 'auto' for key in ('min_lr', 'lr_decay_iters')
-                    if saved.get(key) == getattr(auto, key)}
+def restored_settings(config):
+    """{setting: value} for a resumed run. config: the settings in its checkpoint"""
+    settings = {field.name: config[field.name] for field in fields(TrainConfig)
+                if field.init and field.name in config.keys() - NOT_RESTORED}
+    if config.get('check') == 'overfit':  # it determines the training data
+        settings['check'] = 'overfit'
+    # A checkpoint has numbers in place of 'auto'. Restore 'auto', so that they follow max_iters and
+    # learning_rate if the command changes those.
+    auto = TrainConfig(**{**settings, 'min_lr': 'auto', 'lr_decay_iters': 'auto'})
+    for key in ('min_lr', 'lr_decay_iters'):
+        if settings.get(key) == getattr(auto, key):
+            settings[key] = 'auto'
+    return settings
 
 
-def check_resumed(resumed, config, dataset):
-    """Check that a run continues a Checkpoint with the same model and data, and print the settings
-    that have changed. Raises UserError where something differs that a run cannot change."""
+def check_resumable(checkpoint, config, dataset):
+    """Check that a Checkpoint can be resumed with these settings and data, and print the settings
+    that have changed. Raises UserError for a change that is not possible."""
     # A setting that did not exist when the checkpoint was written had its default.
-    before = {**asdict(TrainConfig()), **resumed.settings()}
+    before = {**asdict(TrainConfig()), **checkpoint.settings()}
     changed = {key: (before[key], value) for key, value in asdict(config).items()
                if before[key] != value}
     fixed = {field.name for field in fields(GPTConfig)} - {'dropout', 'vocab_size'} | {'optimizer'}
-    if other := [f'{key}={setting(saved)}, not {setting(value)}'
-                 for key, (saved, value) in changed.items() if key in fixed]:
-        raise UserError(f'{resumed.path} has {"; ".join(other)}: leave these settings out, and a '
-                        'config file that has them, or name another --out_dir')
-    if 'max_iters' in changed and config.max_iters < resumed.iter_num and not config.is_read_only:
-        raise UserError(f'max_iters={config.max_iters} is behind iteration {resumed.iter_num} of '
-                        f'{resumed.path}: give a larger one, or leave it out')
-    if resumed.state['tokenizer'] != dataset.tokenizer_json():
-        other = 'with another tokenizer than that'
-    elif resumed.state['data'] != dataset.identity('train'):
-        other = 'on other tokens than those'
-    if other:
-        raise UserError(f'{resumed.path} was trained {other} of {dataset.folder} (it has dataset='
-                        f'{before["dataset"]}): name the data that it had, or start a run from its '
-                        f'weights with --init_from={quoted(config.out_dir)} and another --out_dir')
-    print0(f'resumed from {resumed.path}')
-    for key, (saved, value) in changed.items():
-        # another line tells what parallel=auto became
-        if key not in ('init_from', 'checkpoint', 'check', 'minutes') \
-                and (key, value) != ('parallel', 'auto'):
-            print0(f'  changed: {key} {setting(saved)} → {setting(value)}')
+    differences = [f'{key}={setting(old)}, not {setting(new)}'
+                   for key, (old, new) in changed.items() if key in fixed]
+    if differences:
+        raise UserError(f'{checkpoint.path} has {"; ".join(differences)}: leave out these settings '
+                        'and any config file that sets them, or choose another --out_dir')
+    if 'max_iters' in changed and config.max_iters < checkpoint.iter_num \
+            and not config.is_read_only:
+        raise UserError(f'max_iters={config.max_iters}: {checkpoint.path} is already at iteration '
+                        f'{checkpoint.iter_num}; raise --max_iters, or leave it out')
+    difference = None
+    if checkpoint.state['tokenizer'] != dataset.tokenizer_json():
+        difference = 'with a different tokenizer than that'
+    elif checkpoint.state['data'] != dataset.identity('train'):
+        difference = 'on different tokens than those'
+    if difference:
+        raise UserError(f'{checkpoint.path} was trained {difference} of {dataset.folder} (its '
+                        f'dataset={before["dataset"]}): name that dataset, or start a new run from '
+                        f'its weights with --init_from={quoted(config.out_dir)} and another '
+                        '--out_dir')
+    print0(f'resumed from {checkpoint.path}')
+    for key, (old, new) in changed.items():
+        if key in ('init_from', 'checkpoint', 'check', 'minutes'):
+            continue
+        if key == 'parallel' and new == 'auto':  # fit_to_memory() prints what it becomes
+            continue
+        print0(f'  changed: {key} {setting(old)} → {setting(new)}')
 
 
-def with_minutes(config, start, given):
-    """The TrainConfig of a run, whose minutes are those of the whole run: the ones that the command
-    line gives come after those used with --init_from=resume, and include them with auto, whose
-    command torchrun repeats. Where it gives none, and no number of iterations, they stay.
-    given: settings set on the command line. Raises UserError where these give two lengths."""
-    two = [f'--{key}' for key in ('max_iters', 'lr_decay_iters') if key in given]
-    if config.minutes and two:
-        raise UserError(f'minutes={setting(config.minutes)} sets the length of the run, and '
-                        f'{" and ".join(two)} too: leave one of them out')
+def resolve_minutes(config, start, overrides):
+    """Return the TrainConfig with the minutes of the whole run, those before a resume included.
+
+    --minutes adds to the time already used with --init_from=resume, and includes it with auto,
+    because torchrun repeats the command. Without --minutes and --max_iters, a resumed run keeps its
+    minutes. overrides: the settings on the command line. Raises UserError if these set both minutes
+    and iterations."""
+    iteration_options = [f'--{key}' for key in ('max_iters', 'lr_decay_iters') if key in overrides]
+    if config.minutes and iteration_options:
+        raise UserError(f'minutes={setting(config.minutes)} cannot be combined with '
+                        f'{" and ".join(iteration_options)}: both set the length of the run; leave '
+                        'one of them out')
     if not start.resumed:
         return config
-    state, saved = start.weights.state, start.weights.settings()['minutes']
+    state = start.weights.state
+    saved_minutes = start.weights.settings()['minutes']
     if not config.minutes:
-        stays = state['left_s'] is not None and 'max_iters' not in given
-        return replace(config, minutes=saved) if stays else config
+        was_timed = state['left_s'] is not None
+        if was_timed and 'max_iters' not in overrides:
+            return replace(config, minutes=saved_minutes)
+        return config
     if config.init_from == 'resume':
-        return replace(config, minutes=used_s(state, saved) / 60 + config.minutes)
+        return replace(config, minutes=used_s(state, saved_minutes) / 60 + config.minutes)
     return config
 
 
 def used_s(state, minutes):
-    """Seconds that a run of `minutes` had used at a checkpoint, or one of iterations trained."""
-    return state['elapsed_s'] if state['left_s'] is None else 60 * minutes - state['left_s']
+    """Seconds that a run had used when it saved a checkpoint's state. minutes: its setting"""
+    if state['left_s'] is None:  # the run counted iterations
+        return state['elapsed_s']
+    return 60 * minutes - state['left_s']
 
 
-def with_shape(config, shape):
-    """A TrainConfig whose settings of the model are those that a GPTConfig has."""
-    return replace(config, **{key: getattr(shape, key) for key in KEPT_SHAPE})
+def with_gpt_config(config, gpt_config):
+    """The TrainConfig with the architecture of a GPTConfig."""
+    return replace(config, **{key: getattr(gpt_config, key) for key in ARCHITECTURE_FIELDS})
 
 
-def run_shape(config, dataset, start):
-    """The GPTConfig of a run: of the checkpoint that it continues, of the model that it starts
-    from, or a new one. Raises UserError where model and data do not fit together."""
+def resolve_gpt_config(config, dataset, start):
+    """The GPTConfig of a run: that of the checkpoint, of the pretrained model, or a new one. Raises
+    UserError if the model and the dataset do not match."""
     if start.resumed:
         return replace(start.weights.config, dropout=config.dropout)
-    opener = document_start(config, dataset)
+    start_id = document_start(config, dataset)
     if start.from_scratch:
-        return config.gpt_config(dataset.vocab_size, opener)
-    from plaingpt.training.open_weights import check_tokenizer, start_shape
-    shape = start_shape(config, start.weights, dataset)
+        return config.gpt_config(dataset.vocab_size, start_id)
+    from plaingpt.training.open_weights import check_tokenizer, gpt_config_from_weights
+    gpt_config = gpt_config_from_weights(config, start.weights, dataset)
     check_tokenizer(config, start.weights, dataset)
     if config.document_attention:
-        shape = replace(shape, document_attention=True, document_start=opener)
-    return replace(shape, block_size=config.block_size)
+        gpt_config = replace(gpt_config, document_attention=True, document_start=start_id)
+    return replace(gpt_config, block_size=config.block_size)
 
 
 def document_start(config, dataset):
-    """The id of the token that opens the documents of a dataset, where document_attention asks for
-    it, else -1. Raises UserError where there is none."""
-    found = dataset.tokenizer().end_of_text if config.document_attention else -1
-    if found is None:
-        raise UserError(f'document_attention=True: the tokenizer of {dataset.folder} has no end of '
-                        'text, so its documents cannot be told apart: prepare it with another '
-                        'tokenizer, or leave document_attention out')
-    return found
+    """The id of the token that starts each document, or -1 without document_attention. Raises
+    UserError if the tokenizer has no such token."""
+    if not config.document_attention:
+        return -1
+    start_id = dataset.tokenizer().end_of_text
+    if start_id is None:
+        raise UserError(f'document_attention=True: the tokenizer of {dataset.folder} has no '
+                        'end-of-text token to separate documents: prepare the data with another '
+                        '--tokenizer, or leave out document_attention')
+    return start_id
 
 
 # -----------------------------------------------------------------------------
-# what the weights were trained on
+# the texts that the weights were trained on
 
 
 def trained_on(weights):
-    """Sketches of the texts that the weights of open_weights were trained on; [] where their run
-    did not write any, or they are of no run."""
+    """Sketches of the texts that these weights were trained on; [] if they are unknown."""
     return read_sketches(weights.path.parent.parent / TRAINED_ON) if weights.state else []
 
 
 def sketch_texts(start, dataset, train_data, val_data):
-    """Sketch what a new run trains on → [Sketch], also of what the weights that it starts from were
-    trained on. Prints how much of the validation text is in the latter, and how much of that of
-    each corpus of a mixture is in the training text of another."""
+    """Sketch the texts that a new run trains on, including those that its initial weights were
+    trained on. Prints how much of the validation text was in the latter, and how much of each
+    corpus's validation text is in the training text of another corpus. Returns a list of Sketch."""
     names = [part.name for part in dataset.components]
-    own = [sketch_of(loader.stream) for loader in train_data.components]
-    earlier = trained_on(start.weights) if start.weights else []
+    sketches = [sketch_of(loader.stream) for loader in train_data.components]
+    earlier_sketches = trained_on(start.weights) if start.weights else []
     for name, loader in zip(names, val_data.components, strict=True):
-        if len(own) == 1 and not earlier:
+        if len(sketches) == 1 and not earlier_sketches:
             break  # prepare.py has compared the splits
         text = f'validation text of {name}' if name else 'validation text'
         windows = windows_of(loader.stream)
-        if (share := share_trained_on(*windows, earlier)) is not None:
+        share = share_trained_on(*windows, earlier_sketches)
+        if share is not None:
             print_share(share, f'{text} was in the training text of {start.weights.source}',
                         'validate on text that it was not trained on')
-        for other, sketch in zip(names, own, strict=True):
-            share = share_trained_on(*windows, [sketch]) if other != name else None
-            if share and share > LITTLE_SHARED:
-                print_share(share, f'{text} is in the training split of {other}',
+        for other_name, sketch in zip(names, sketches, strict=True):
+            if other_name == name:
+                continue
+            share = share_trained_on(*windows, [sketch])
+            if share and share > MIN_OVERLAP:
+                print_share(share, f'{text} is in the training split of {other_name}',
                             'remove the copies there, or leave one of them out')
-    return own + [sketch for sketch in earlier
-                  if not any(np.array_equal(sketch.hashes, each.hashes) for each in own)]
+    return sketches + [earlier for earlier in earlier_sketches if not is_among(earlier, sketches)]
 
 
-# -----------------------------------------------------------------------------
-# an earlier run in the folder
+def is_among(sketch, sketches):
+    return any(np.array_equal(sketch.hashes, each.hashes) for each in sketches)
 
 
-def archive_previous_run(out_dir, after=-1):
-    """Move the checkpoints after an iteration, and the logs, to out_dir/old-001 (002, …) → that
-    folder, or None where there is nothing to keep. If the run in out_dir goes on (after ≥ 0), its
-    logs are copied. Files that a crash left half written are removed. Raises UserError."""
-    out_dir = Path(out_dir)
-    clean_up(out_dir)
-    later = [path for path in checkpoint_paths(out_dir) if iteration_of(path) > after]
-    logs = [out_dir / name for name in LOGS if (out_dir / name).exists()]
-    if not later and (after >= 0 or not logs):
-        return None
-    numbers = [int(path.name[4:]) for path in out_dir.glob('old-*') if path.name[4:].isdecimal()]
-    archive = out_dir / f'old-{max(numbers, default=0) + 1:03d}'
-    try:
-        (archive / 'checkpoints').mkdir(parents=True)
-        for path in logs:
-            if after < 0:
-                shutil.move(path, archive / path.name)
-            elif path.is_file():  # event files are written anew
-                shutil.copy2(path, archive / path.name)
-        for path in later:
-            shutil.move(path, archive / 'checkpoints' / path.name)
-    except OSError as e:
-        raise UserError(f'{archive}: what this run would overwrite cannot be kept there '
-                        f'({e.strerror}): choose another --out_dir') from None
-    return archive
-
-
-def trim_logs(out_dir, iter_num, evaluated):
-    """Cut the logs off after the iteration of a checkpoint. evaluated: whether its evaluation was
-    saved; if not, it is made and logged again"""
-    for path in (Path(out_dir, name) for name in LOGS):
-        if path.suffix == '.jsonl' and path.exists():
-            trim_rows(path, iter_num, evaluated)
-
-
-def eval_sequences_of(checkpoint, config):
-    """How many sequences an evaluation of a resumed run reads: as many as before, also with another
-    batch size, so that its losses compare; unless the settings ask for another number."""
+def resumed_eval_sequences(checkpoint, config):
+    """Sequences per evaluation of a resumed run: as many as before, even if batch_size has changed,
+    so that losses stay comparable; unless eval_iters has changed."""
     if checkpoint.settings()['eval_iters'] != config.eval_iters:
         return config.eval_sequences()
     return checkpoint.state['eval_sequences']

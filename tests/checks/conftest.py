@@ -10,7 +10,7 @@ from plaingpt.checks.preflight import preflight
 from plaingpt.system.distributed import World
 from plaingpt.system.errors import UserError
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.start import Start
+from plaingpt.training.start import StartingPoint
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def failed(char_data, tmp_path, capsys):
     of these settings. It is set up in this process, and nothing of it is written."""
     def failed(*files, **settings):
         settings = {**CHECKED, 'dataset': char_data, 'out_dir': tmp_path / 'out', **settings}
-        start = Start()
+        start = StartingPoint()
         config = load_config(TrainConfig, [*map(str, files), *options(**settings)],
                              read_saved=start.read)
         capsys.readouterr()
@@ -53,6 +53,6 @@ def fails_with():
 def patch(monkeypatch):
     """patch(owner, name, change): owner.name becomes change(what it was) until the test ends."""
     # a changed F.scaled_dot_product_attention is called in bfloat16 too
-    monkeypatch.setattr('plaingpt.training.attention.LONGEST', 0)
+    monkeypatch.setattr('plaingpt.training.attention.MAX_LENGTH', 0)
     return lambda owner, name, change: monkeypatch.setattr(
         owner, name, change(getattr(owner, name)))

@@ -10,7 +10,7 @@ import prepare
 from plaingpt.data.dataset import open_dataset_spec
 from plaingpt.data.mixtures import MixedLoader, apportion
 from plaingpt.system.errors import UserError
-from plaingpt.training.start import Start, sketch_texts
+from plaingpt.training.start import StartingPoint, sketch_texts
 
 
 class Mixed(NoTokens):
@@ -126,7 +126,8 @@ def test_validation_text_that_another_corpus_trains_on_is_reported(copied, tmp_p
     prepare_corpora(tmp_path, {'one': one, 'two': two[copied:] + one[:copied]})
     dataset = open_dataset_spec('data/one:0.5,data/two:0.5')
     capsys.readouterr()
-    sketch_texts(Start(), dataset, *(dataset.loader(split, 16, 4) for split in ('train', 'val')))
+    loaders = [dataset.loader(split, 16, 4) for split in ('train', 'val')]
+    sketch_texts(StartingPoint(), dataset, *loaders)
     printed = capsys.readouterr()
     lines = (printed.out + printed.err).removeprefix('warning: ').splitlines()
     assert len(lines) == (copied > 0)

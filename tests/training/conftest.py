@@ -15,7 +15,7 @@ def tiny(tiny):
 @pytest.fixture
 def all_checkpoints(monkeypatch):
     """No checkpoint is removed."""
-    monkeypatch.setattr(train, 'KEPT', 1000)
+    monkeypatch.setattr(train, 'KEEP_NEWEST', 1000)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from plaingpt.training.attention import LONGEST, cpu_attention
+from plaingpt.training.attention import MAX_LENGTH, cpu_attention
 
 
 def heads(T, dtype=torch.bfloat16, **how):
@@ -29,7 +29,7 @@ def test_attention_matches_float32_within_rounding(T):
 
 @pytest.mark.parametrize('inputs, how', [
     (heads(8, torch.float32), {'is_causal': True}),
-    (heads(LONGEST + 1), {'is_causal': True}),
+    (heads(MAX_LENGTH + 1), {'is_causal': True}),
     (heads(8, requires_grad=False), {'is_causal': True}),
     (heads(8), {}),
     (heads(8), {'attn_mask': torch.eye(8).bool()}),

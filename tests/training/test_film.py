@@ -74,7 +74,7 @@ def test_the_film_of_a_resumed_run_matches_the_uninterrupted_one(tiny, tmp_path)
 
 
 def test_a_film_that_fails_does_not_end_the_run(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(film.Film, 'look', Mock(side_effect=RuntimeError('shapes do not fit')))
+    monkeypatch.setattr(film.Film, 'snapshot', Mock(side_effect=RuntimeError('shapes do not fit')))
     train.main([*tiny, '--film'])
     assert capsys.readouterr().out.count('shapes do not fit') == 1
     assert checkpoints.find(tmp_path / 'out').iter_num == 6

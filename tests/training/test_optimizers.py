@@ -10,7 +10,7 @@ import train
 from model import GPT, GPTConfig
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import optimizers
-from plaingpt.training.optimizers import averaged, build_optimizer, keep_average
+from plaingpt.training.optimizers import build_optimizer, ema_weights, track_ema
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.step import Step
 
@@ -163,7 +163,7 @@ def test_the_average_is_exponential_after_a_warmup(optimizer):
     p = torch.nn.Parameter(torch.tensor([8.0]))
     unused = torch.nn.Parameter(torch.ones(1))
     optimizer = optimizer([p, unused], lr=1.0)
-    keep_average(optimizer, 0.75)
+    track_ema(optimizer, 0.75)
     seen, expected = [], None
     for n in range(1, 41):
         p.grad = torch.ones(1)
@@ -171,7 +171,7 @@ def test_the_average_is_exponential_after_a_warmup(optimizer):
         seen.append(p.item())
         decay = min(0.75, n / (9 + n))
         expected = seen[0] if n == 1 else decay * expected + (1 - decay) * seen[-1]
-    with averaged(optimizer):
+    with ema_weights(optimizer):
         assert p.item() == pytest.approx(expected)
         assert unused.item() == 1
     assert p.item() == seen[-1]

@@ -15,7 +15,7 @@ from plaingpt.training import dtype_choice, progress
 from plaingpt.training import start as start_module
 from plaingpt.training.progress import MinuteClock, make_clock
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.start import Start, with_minutes
+from plaingpt.training.start import StartingPoint, resolve_minutes
 
 CONFIG = TrainConfig(minutes=100 / 60, warmup_iters=90, max_iters=990)
 
@@ -87,9 +87,9 @@ def test_minutes_are_added_by_resume_alone(command, saved, left_s, expected, set
     set_clock(lambda: 0.0)
     checkpoint = SimpleNamespace(state={'left_s': left_s, 'elapsed_s': 600.0},
                                  settings=lambda: {'minutes': saved})
-    start = SimpleNamespace(resumed=True, weights=checkpoint, began=0.0)
+    start = SimpleNamespace(resumed=True, weights=checkpoint, started_at=0.0)
     init_from, minutes = command
-    config = with_minutes(TrainConfig(init_from=init_from, minutes=minutes), start, {'minutes'})
+    config = resolve_minutes(TrainConfig(init_from=init_from, minutes=minutes), start, {'minutes'})
     assert (config.minutes, make_clock(config, start).left_s()) == pytest.approx(expected)
 
 
@@ -158,7 +158,7 @@ def test_a_recipe_for_own_text_is_larger_with_more_time_or_text(char_data, monke
 def test_a_resumed_run_on_own_text_keeps_its_size(init_from, trained):
     config = load_config(TrainConfig, [
         'config/own_text.py', f'--init_from={init_from}', f'--out_dir={trained}',
-        '--dataset=not_prepared'], read_saved=Start().read)
+        '--dataset=not_prepared'], read_saved=StartingPoint().read)
     for key, value in dict(n_layer=2, n_head=2, n_embd=32, max_iters=6).items():
         assert getattr(config, key) == value
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from configurator import load_config
-from plaingpt.checks.model_checks import attention_is_causal, short, small_model
+from plaingpt.checks.model_checks import attention_is_causal, check_length, small_model
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import open_named
 from plaingpt.data.overlap import share_trained_on, windows_of
@@ -196,7 +196,7 @@ def check_future(model, context):
     """Raise UserError where a network like the one to be scored sees later tokens."""
     device = model.lm_head.weight.device
     with torch.random.fork_rng([device] if device.type == 'cuda' else []):
-        small = small_model(replace(model.config, block_size=short(model))).to(device)
+        small = small_model(replace(model.config, block_size=check_length(model))).to(device)
         run = SimpleNamespace(model=small, step=SimpleNamespace(autocast=context))
         if problem := attention_is_causal(run):
             raise UserError(f'nothing was scored, because {problem}')

@@ -136,8 +136,8 @@ def ingredients(words):
 
 def has_ended(folder):
     """Whether there is a run that came to its end, and what summarize needs can be read."""
-    rows = read_rows(Path(folder, 'metrics.jsonl'), tell=lambda problem: None)
-    run = read_run(folder, needed={'dtype', 'dataset'})
+    rows = read_rows(Path(folder, 'metrics.jsonl'), on_damage=lambda message: None)
+    run = read_run(folder, required={'dtype', 'dataset'})
     return run.get('ending', '').startswith((FINISHED, TIME_UP, 'patience')) \
         and any('val_loss' in row for row in rows) and rows[-1]['iter'] > 0
 

@@ -11,7 +11,7 @@ import plan
 from configurator import load_config
 from model import GPT, GPTConfig
 from plaingpt.experiments import speed
-from plaingpt.experiments.speed import planned_shape
+from plaingpt.experiments.speed import planned_gpt_config
 from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES
 from plaingpt.system.formatting import GIB, duration
 from plaingpt.training.start import Start
@@ -36,7 +36,7 @@ def test_the_table_adds_up_and_the_batch_that_is_chosen_fits(capsys, monkeypatch
 
     out, total, sequences, batch_size = planned('--gpu_memory_gb=80')
     assert 'fits in 80.00 GiB' in out and (sequences, batch_size) == (512, 16)
-    assert '524,288 a step' in out and 'no_such_dataset is not prepared' in out
+    assert '524,288 per step' in out and 'no_such_dataset is not prepared' in out
     assert 'does NOT fit' in planned(f'--gpu_memory_gb={total - 0.1}')[0]
     out, _, sequences, batch_size = planned(f'--gpu_memory_gb={total - 0.1}',
                                             '--batch_size=auto', '--total_batch_size=524288')
@@ -59,8 +59,8 @@ def test_where_a_plan_does_not_fit_the_options_that_it_names_do_and_a_larger_bat
     def planned(*options):
         plan.main([*GPT2, *argv, *options])
         out = capsys.readouterr().out
-        total = float(re.search(r'([\d.]+) GiB  in all', out)[1])
-        return out, total, re.search(r'[\d,]+ a step', out)[0]
+        total = float(re.search(r'([\d.]+) GiB  total', out)[1])
+        return out, total, re.search(r'[\d,]+ per step', out)[0]
 
     _, total, tokens = planned('--gpu_memory_gb=80')
     memory = f'--gpu_memory_gb={share * total}'
@@ -102,7 +102,7 @@ def test_without_a_gpu_it_plans_for_this_machine_and_times_a_step(
     plan.main(small)
     out = capsys.readouterr().out
     assert 'fits in 4.00 GiB' in out and 'malloc' in out and 'CUDA' not in out
-    assert 'as a step takes here' in out and '128 a step, 12.8k in all' in out
+    assert 'at the speed of a step here' in out and '128 per step, 12.8k in total' in out
     checkpoint = 2**20 * float(re.search(r'disk: ([\d.]+) MiB', out)[1])
     folder = next((trained / 'checkpoints').iterdir())
     written = sum(path.stat().st_size for path in folder.glob('*.safetensors'))
@@ -124,7 +124,7 @@ def test_a_batch_that_takes_long_is_timed_by_one_sequence(small, monkeypatch):
         assert speed.estimate_step(shape, config, torch.device('cpu'), 'float32') \
             == pytest.approx(2 * 4 * seconds + 0.5)
         assert max(sizes) == largest
-    monkeypatch.setattr(speed, 'MOST_FLOPS', 1e4)  # even one takes long
+    monkeypatch.setattr(speed, 'MAX_CPU_FLOPS', 1e4)  # even one takes long
     assert speed.estimate_step(shape, config, torch.device('cpu'), 'float32') is None
 
 
@@ -134,7 +134,7 @@ def test_the_published_models_are_planned_without_their_weights():
         start = Start(verifies=False)
         config = load_config(PlanConfig, [f'--init_from={name}', '--n_layer=3', '--block_size=512',
                                           '--dataset=no_such_dataset'], read_saved=start.read)
-        shape, tokens, _ = planned_shape(config, start)
+        shape, tokens, _ = planned_gpt_config(config, start)
         assert [shape.n_layer, shape.n_head, shape.n_embd] == size
         assert shape.vocab_size == 50257 and shape.block_size == 512
         assert shape.bias and tokens is None
@@ -142,7 +142,7 @@ def test_the_published_models_are_planned_without_their_weights():
 
 def find_shape(*argv):
     start = Start(verifies=False)
-    return planned_shape(load_config(PlanConfig, argv, read_saved=start.read), start)[0]
+    return planned_gpt_config(load_config(PlanConfig, argv, read_saved=start.read), start)[0]
 
 
 def test_models_of_a_run_a_folder_and_nanogpt_are_planned_in_their_own_shape(trained, tmp_path):

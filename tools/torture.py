@@ -198,7 +198,7 @@ def lost_round(bench, out_dir, chance):
             break
         hits['processes killed'] += 1
         told = ''.join(Path(f'{out_dir}.log{other}').read_text() for other in range(3))
-        explained = re.search(r'error: .*did not meet another process, or lost it', told)
+        explained = re.search(r'error: .*could not reach another process, or lost it', told)
         if (any(codes[:rank] + codes[rank + 1:]) and not explained) or 'Traceback' in told:
             return before, f'exit codes {codes}\n{told}', hits
     codes = [*map(exit_code, start_job(bench, out_dir, before))]

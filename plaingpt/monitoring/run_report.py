@@ -172,8 +172,13 @@ def use_log_scale(axes, ticks):
     from matplotlib.ticker import LogLocator, NullFormatter
     axes.set_yscale('log')
     low, high = axes.get_ylim()
-    is_narrow = high < 10 * low
-    axes.yaxis.set_major_locator(max_ticks(ticks) if is_narrow else LogLocator(numticks=ticks))
+    if high < 10 * low:
+        locator = max_ticks(ticks)
+    elif high < 100 * low:
+        locator = LogLocator(subs=(1, 2, 5))
+    else:
+        locator = LogLocator(numticks=ticks)
+    axes.yaxis.set_major_locator(locator)
     axes.yaxis.set_major_formatter('{x:.4g}')
     axes.yaxis.set_minor_formatter(NullFormatter())
 

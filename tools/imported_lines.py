@@ -1,4 +1,4 @@
-"""Which files of ours a command loads, and how many lines they have.
+"""List the files of this project that a command imports, with their numbers of lines.
 
     python tools/imported_lines.py train.py config/quickstart.py
 """

@@ -167,7 +167,8 @@ def judge(config, argv, results):
 
 
 def main(argv):
-    start, status = Start(verifies=False), 0
+    start = Start(verifies=False)
+    status = 0
     config = load_config(BenchConfig, argv, __doc__, read_saved=start.read)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the run in progress
     device, _ = devices.choose_device(config.device)

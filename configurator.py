@@ -166,7 +166,8 @@ def read_option(cls, arg):
 
 def options_of(cls, argv):
     """{key: value} of the valid options in `argv`."""
-    settings, options = Settings(cls), {}
+    settings = Settings(cls)
+    options = {}
     for arg in argv:
         if arg.startswith('-'):
             name, value, problem = read_option(cls, arg)

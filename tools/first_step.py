@@ -28,7 +28,8 @@ class Stopwatch:
     """Records calls as rows: start (seconds since the process started), depth, name, seconds."""
 
     def __init__(self):
-        self.rows, self.depth = [], 0
+        self.rows = []
+        self.depth = 0
 
     def watch(self, owner, name, label=None):
         """Time each call of owner.name from now on."""

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 root = Path(__file__).resolve().parents[1]
-sys.path[0], sys.argv = str(root), sys.argv[1:]
+sys.path[0] = str(root)
+sys.argv = sys.argv[1:]
 try:
     runpy.run_path(str(root / sys.argv[0]), run_name='__main__')
 finally:

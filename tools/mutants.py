@@ -25,7 +25,10 @@ from coverage import CoverageData
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = [sys.executable, '-m', 'pytest']
-COUNT, SEED, MAX_TESTS, TIMEOUT_S = 50, 1, 40, 300
+COUNT = 50
+SEED = 1
+MAX_TESTS = 40
+TIMEOUT_S = 300
 COPIES = 2  # of the project; that many mutants are tested in parallel
 INVERTED = {ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Eq: ast.NotEq,
             ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot,
@@ -73,7 +76,8 @@ def map_tests(folder):
     (folder / '.coveragerc').write_text('[run]\npatch = _exit\nparallel = true\n')  # also in forks
     subprocess.run([*PYTEST, '-n', '2', f'--cov={folder}', '--cov-report=', '--cov-context=test'],
                    cwd=folder, stdout=sys.stderr, check=True)
-    coverage, sizes = defaultdict(dict), Counter()
+    coverage = defaultdict(dict)
+    sizes = Counter()
     data = CoverageData(folder / '.coverage')
     data.read()
     for file in data.measured_files():

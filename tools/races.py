@@ -34,7 +34,9 @@ class Watched(NamedTuple):
 
 def run_and_watch(command, folder):
     """Run a Python script → Watched."""
-    start_time, curve, step_ms = time.perf_counter(), [], []
+    start_time = time.perf_counter()
+    curve = []
+    step_ms = []
     process = subprocess.Popen([sys.executable, '-u', *command], cwd=folder, text=True,
                                stdout=subprocess.PIPE)
     for line in process.stdout:
@@ -170,7 +172,8 @@ def equality(config, options):
     differences = []
     for seed in range(config.rounds):
         with tempfile.TemporaryDirectory() as out:
-            programs, losses = gpu_programs(config, options, Path(out)), {}
+            programs = gpu_programs(config, options, Path(out))
+            losses = {}
             for name in ('nanoGPT', 'gpt2_124m'):
                 train, model = programs[name]
                 train(seed)

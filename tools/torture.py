@@ -76,7 +76,9 @@ class Bench:
     """A folder with a text, its dataset, a short run, and the results of undisturbed runs."""
 
     def __init__(self, root):
-        self.root, self.whole, self.data = root, root / 'whole', root / 'whole/data'
+        self.root = root
+        self.whole = root / 'whole'
+        self.data = root / 'whole/data'
         self.expected = {}  # results of undisturbed runs
         self.whole.mkdir()
         (root / 'text.txt').write_text(inspect.getsource(argparse)[:40_000], encoding='utf-8')
@@ -112,9 +114,12 @@ def hash_checkpoint(out_dir):
 
 def result_of(out_dir):
     """Digests of the final weights, and all losses and samples by iteration."""
-    return hash_checkpoint(out_dir), [
-        (row['iter'], key, row[key]) for row in read_rows(Path(out_dir, 'metrics.jsonl'))
-        for key in ('loss', 'train_loss', 'val_loss', 'sample') if key in row]
+    logged = []
+    for row in read_rows(Path(out_dir, 'metrics.jsonl')):
+        for key in ('loss', 'train_loss', 'val_loss', 'sample'):
+            if key in row:
+                logged.append((row['iter'], key, row[key]))
+    return hash_checkpoint(out_dir), logged
 
 
 # -----------------------------------------------------------------------------
@@ -127,9 +132,11 @@ def saving(out_dir):
 
 
 def kill_round(bench, out_dir, rng):
-    before, events = rng.choice(SAVE_MODES), Counter()
+    before = rng.choice(SAVE_MODES)
+    events = Counter()
     for attempt in range(12):
-        pid, left_over = bench.start(out_dir, before=before), saving(out_dir)
+        pid = bench.start(out_dir, before=before)
+        left_over = saving(out_dir)
         kill_time = time.monotonic() + rng.uniform(0, 0.5 * bench.duration)
         in_save = attempt % 2 == 0
         while time.monotonic() <= kill_time or (in_save and saving(out_dir) <= left_over):
@@ -149,7 +156,8 @@ def kill_round(bench, out_dir, rng):
 
 
 def signal_round(bench, out_dir, rng):
-    events, log = Counter(), Path(f'{out_dir}.log')
+    events = Counter()
+    log = Path(f'{out_dir}.log')
     for _ in range(8):
         pid = bench.start(out_dir, before=save_in_background)
         time.sleep(rng.uniform(0, bench.duration))
@@ -158,7 +166,8 @@ def signal_round(bench, out_dir, rng):
             name = None  # the run has already ended
         else:
             os.kill(pid, getattr(signal, name))
-        code, output = exit_code(pid), log.read_text()
+        code = exit_code(pid)
+        output = log.read_text()
         has_trained = re.search('^iter ', output, re.M)
         has_ended = re.search('^done|: stopped', output, re.M)
         is_expected = code == 0 or (name and (has_ended or not has_trained) and code in (
@@ -186,11 +195,13 @@ def start_job(bench, out_dir, before=None):
 
 def lost_round(bench, out_dir, rng):
     if 'job' not in bench.expected:
-        start_time, undisturbed = time.monotonic(), bench.root / 'undisturbed-job'
+        start_time = time.monotonic()
+        undisturbed = bench.root / 'undisturbed-job'
         assert [*map(exit_code, start_job(bench, undisturbed))] == [0, 0, 0]
         bench.expected['job'] = hash_checkpoint(undisturbed), time.monotonic() - start_time
     expected, duration = bench.expected['job']
-    before, events = rng.choice(SAVE_MODES), Counter()
+    before = rng.choice(SAVE_MODES)
+    events = Counter()
     for _ in range(4):
         pids = start_job(bench, out_dir, before)
         time.sleep(rng.uniform(0, 0.7 * duration))
@@ -232,7 +243,8 @@ def fill_disk(bench, disk, size, rng):
     out_dir = disk / 'out'
     signal.alarm(600)
     while code := exit_code(bench.start(out_dir, *SHORT, before=rng.choice(SAVE_MODES))):
-        output, damaged = Path(f'{out_dir}.log').read_text(errors='replace'), []
+        output = Path(f'{out_dir}.log').read_text(errors='replace')
+        damaged = []
         if code not in (1, 2) or 'Traceback' in output:
             return f'{size} kB: exit code {code}: {output[-2000:]}'
         list(intact(checkpoint_paths(out_dir), ('model', 'optimizer'), damaged.append))
@@ -245,7 +257,8 @@ def fill_disk(bench, disk, size, rng):
 
 
 def disk_round(bench, disk, rng):
-    log, size = Path(f'{disk}.log'), rng.randrange(50, 900)
+    log = Path(f'{disk}.log')
+    size = rng.randrange(50, 900)
 
     def mount():  # only the fork sees the disk
         small_disk(size, disk)
@@ -288,7 +301,8 @@ def file_round(bench, work, rng):
         '.json', '.jsonl', '.bin', '.safetensors')])
     is_changed = damage(path, rng)
     code = exit_code(bench.start(work / 'out', *argv, f'--dataset={work}/data'))
-    output, problem = (work / 'out.log').read_text(errors='replace'), None
+    output = (work / 'out.log').read_text(errors='replace')
+    problem = None
     reported = re.search('^(error|warning): ', output, re.M)
     if 'Traceback' in output or code not in (0, 2) or (code == 2 and not reported):
         problem = f'exit code {code}\n{output}'
@@ -312,7 +326,9 @@ def main(argv):
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
         for name in names or GROUPS:
-            rounds, counts, failures = getattr(config, name), Counter(), 0
+            rounds = getattr(config, name)
+            counts = Counter()
+            failures = 0
             start_time = time.monotonic()
             for i in range(rounds):
                 rng = random.Random(f'{config.seed} {name} {i}')

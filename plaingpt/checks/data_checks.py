@@ -67,7 +67,8 @@ def epoch_reads_every_sequence_once(run):
 
 def check_epoch(loader):
     """Check the first epoch of one corpus: if it is long, both ends and the first two steps."""
-    n, T = loader.sequences_per_epoch, loader.block_size
+    n = loader.sequences_per_epoch
+    T = loader.block_size
     steps = 1 if loader.only_first else 2
     if n < steps * loader.step_size:
         return None  # too little text: it has to repeat
@@ -151,7 +152,7 @@ def tokens_match_the_tokenizer(run):
             raise NotChecked(f'{run.dataset.folder} has no meta.json that names its tokenizer')
         if run.dataset.tokenizer_json()['kind'] == 'words':
             raise NotChecked('the tokens were not made by the longest match')
-        return f'{run.dataset.folder} was prepared with another tokenizer than the one in its ' \
+        return f'{run.dataset.folder} was prepared with a different tokenizer than that of its ' \
                f'meta.json: {changed / total:.0%} of its tokens change when they are decoded, ' \
                f'as {texts[0][:80]!r}, and encoded again'
 

@@ -96,7 +96,8 @@ def initial_loss_is_about_ln_vocab_size(run):
 def evaluation_loss_matches_the_logits(run):
     """Compare the evaluation loss with the cross-entropy of the logits used for sampling, allowing
     for label smoothing. The last position is the only target: shifting twice would lose it."""
-    model, idx = run.model, random_tokens(run.model, 2)
+    model = run.model
+    idx = random_tokens(run.model, 2)
     model.eval()
     with run.step.autocast, torch.no_grad():
         logits = model.logits(model.hidden(idx)[:, -1]).float()  # (B, V)
@@ -147,7 +148,8 @@ def every_parameter_gets_a_gradient(run):
 def gradients_match_finite_differences(run):
     """Step along the gradient: the loss must decrease as the gradient predicts (central
     difference)."""
-    model, tokens = run.model, random_tokens(run.model, 2, check_length(run.model) + 1)
+    model = run.model
+    tokens = random_tokens(run.model, 2, check_length(run.model) + 1)
     gradients = gradients_of(model, tokens)
     squared_norm = sum(float(g.norm())**2 for g in gradients.values())
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -174,7 +176,8 @@ def gradients_match_finite_differences(run):
 
 def step_follows_the_gradient(run):
     """Compare a training step of two micro-batches with gradients computed directly."""
-    model, tokens = run.model, random_tokens(run.model, 4, check_length(run.model) + 1)
+    model = run.model
+    tokens = random_tokens(run.model, 4, check_length(run.model) + 1)
     gradients = gradients_of(model, tokens, micro_steps=2)
     batches = [(rows[:, :-1], rows[:, 1:]) for rows in tokens.chunk(2)]
     scaler = torch.amp.GradScaler(run.device.type, enabled=False)

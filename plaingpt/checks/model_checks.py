@@ -90,7 +90,8 @@ def attention_is_causal(run):
 def targets_are_not_read(run):
     """The gradient of head rows that belong to no target must not depend on the targets. The
     gradient reveals the head's input even if forward() returns no logits along with the loss."""
-    model, idx = run.model, random_tokens(run.model, 2)
+    model = run.model
+    idx = random_tokens(run.model, 2)
     for mode in ('training', 'evaluation'):
         model.train(mode == 'training')
         gradients = []
@@ -106,7 +107,8 @@ def targets_are_not_read(run):
 def every_target_counts(run):
     """Give two rows the same head input but different targets. At each position the gradients must
     differ, and neither may be 0."""
-    model, T = copy.copy(run.model), run.model.config.block_size
+    model = copy.copy(run.model)
+    T = run.model.config.block_size
     idx = random_tokens(model, 2, T)
     targets = torch.tensor([TEXT_TOKENS // 2, TEXT_TOKENS // 2 + 1], device=idx.device)
     targets = targets[:, None].expand(2, T)
@@ -140,7 +142,8 @@ def sequences_are_independent(run):
 def token_order_matters(run):
     """Reverse the first half of each sequence: outputs in the second half must change. Only the
     first block is checked, since the causal mask reveals some of the order to later blocks."""
-    model, idx = run.model, random_tokens(run.model, 2)
+    model = run.model
+    idx = random_tokens(run.model, 2)
     t = idx.size(1) // 2
     reversed_idx = torch.cat((idx[:, :t].flip(1), idx[:, t:]), dim=1)
     with ActivationRecorder(model) as recorder, torch.no_grad():

@@ -50,7 +50,8 @@ def preflight(run):
     RESUME_CHECKS.
 
     Raises UserError with a line for each failed check."""
-    config, start_time = run.config, time.perf_counter()
+    config = run.config
+    start_time = time.perf_counter()
     if not config.check:
         return
     resumes = config.check is not True and bool(run.start.resumed or config.eval_only)
@@ -99,7 +100,9 @@ def run_checks(checks, run, skipped):
     """→ {name of each check that ran: its problem or None}, the same on all processes"""
     problems = {}
     for check in checks:
-        name, problem, not_checked = check.__name__, None, None
+        name = check.__name__
+        problem = None
+        not_checked = None
         if name in skipped:
             continue
         try:

@@ -93,7 +93,8 @@ def train_once(argv, folder, tree=ROOT):
     """Train in `folder` with the arguments `argv`, using the code in `tree` → summarize(folder) and
     its date. A completed run with the same inputs (of this code only) is reused; a different run
     moves to old-001. Raises UserError if the run fails."""
-    folder, record_path = Path(folder), Path(folder, 'asked.json')
+    folder = Path(folder)
+    record_path = Path(folder, 'asked.json')
     inputs = inputs_of(argv) if tree == ROOT else {}
     record = {}
     with suppress(OSError, ValueError, TypeError):
@@ -173,7 +174,8 @@ def error_line(stderr):
 def summarize(folder):
     """Results of the run in `folder`. step_ms is the median, which excludes compilation and
     evaluations; final_loss is None if it was not finite; minutes is the setting, or 0."""
-    rows, run = read_rows(Path(folder, 'metrics.jsonl')), read_run(folder)
+    rows = read_rows(Path(folder, 'metrics.jsonl'))
+    run = read_run(folder)
     end = rows[-1]
     rates = column(rows, 'tokens_per_s') or [end['tokens'] / end['elapsed_s']]  # none was logged
     step_s = end['tokens'] / end['iter'] / statistics.median(rates)

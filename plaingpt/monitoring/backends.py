@@ -26,10 +26,12 @@ class Wandb:
         import wandb
         notes = None
         if run_id and run.get('went_back_to'):
-            notes, run_id = f'from iteration {run["went_back_to"]} of run {run_id}', None
+            notes = f'from iteration {run["went_back_to"]} of run {run_id}'
+            run_id = None
         self.run = wandb.init(project=config.wandb_project, name=config.wandb_run_name,
                               notes=notes, config=run['config'], id=run_id, resume='allow')
-        self.id, self.close = self.run.id, self.run.finish
+        self.id = self.run.id
+        self.close = self.run.finish
 
     def log(self, row):
         if row['iter'] >= self.run.starting_step:
@@ -44,7 +46,8 @@ class Trackio:
     def __init__(self, config, run, run_id):
         import trackio
         trackio.init(config.wandb_project, name=config.wandb_run_name, config=run['config'])
-        self.trackio, self.close = trackio, trackio.finish
+        self.trackio = trackio
+        self.close = trackio.finish
 
     def log(self, row):
         self.trackio.log(numbers(row), step=row['iter'])

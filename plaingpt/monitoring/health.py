@@ -96,7 +96,10 @@ class Health:
     """
 
     def __init__(self, model, interval, loader, context):
-        self.model, self.interval, self.loader, self.context = model, interval, loader, context
+        self.model = model
+        self.interval = interval
+        self.loader = loader
+        self.context = context
         self.mesh = next((p.device_mesh for p in model.parameters() if is_sharded(p)), None)
 
     def due(self, iter_num):

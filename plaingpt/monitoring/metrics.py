@@ -27,12 +27,15 @@ class Metrics:
     """
 
     def __init__(self, run, record, backends=(), bytes_per_token=None, elapsed_s=0.0):
-        self.run, self.record, self.device = run, record, run.device
+        self.run = run
+        self.record = record
+        self.device = run.device
         self.path = None if run.config.is_read_only else Path(run.config.out_dir, 'metrics.jsonl')
         self.quiet = not run.world.is_main
-        self.backends, self.bytes_per_token = list(backends), bytes_per_token
+        self.backends = list(backends)
+        self.bytes_per_token = bytes_per_token
         self.flops_per_token = run.model.flops_per_token() / run.world.size  # on each device
-        self.began = time.perf_counter() - elapsed_s
+        self.start_time = time.perf_counter() - elapsed_s
         self.rows = []
         self.diagnosed = set()  # names of the diagnoses printed so far
         self.bar = tqdm(disable=True)
@@ -48,11 +51,12 @@ class Metrics:
         self.bar = tqdm(total=None if config.minutes else config.max_iters, initial=iter_num,
                         desc='compiling' if self.record['compile'] else 'training', leave=False,
                         dynamic_ncols=True, disable=True if self.quiet else None)
-        self.lap_iter, self.lap_began = iter_num, time.perf_counter()
+        self.lap_iter = iter_num
+        self.lap_start = time.perf_counter()
 
     def elapsed_s(self):
         """Seconds of training, including those before a resume."""
-        return time.perf_counter() - self.began
+        return time.perf_counter() - self.start_time
 
     def at(self, iter_num):
         """The keys common to all rows, after `iter_num` updates."""
@@ -69,15 +73,16 @@ class Metrics:
         with phase(activity):
             yield
         self.bar.set_description('training')
-        self.lap_began += time.perf_counter() - paused_at
+        self.lap_start += time.perf_counter() - paused_at
 
     def step(self, iter_num, loss, lr, grad_norm):
         """Log update number `iter_num`. loss and grad_norm may be tensors. Reading them waits for
         the device, so call this only for logged steps."""
         loss, grad_norm = float(loss), float(grad_norm)
         now = time.perf_counter()
-        step_s = (now - self.lap_began) / (iter_num - self.lap_iter)  # since the last logged step
-        self.lap_iter, self.lap_began = iter_num, now
+        step_s = (now - self.lap_start) / (iter_num - self.lap_iter)  # since the last logged step
+        self.lap_iter = iter_num
+        self.lap_start = now
         tokens_per_s = self.run.config.step_tokens() / step_s
         utilization = mfu(self.flops_per_token * tokens_per_s, device_name(self.device),
                           self.run.dtype)

@@ -24,7 +24,8 @@ STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.2
 def recipe_of(run, without_effect):
     """→ what identifies a recipe: a run's corpus and the settings that change its loss.
     run: the contents of run.json; without_effect: names of settings that do not change the loss"""
-    config, source = run['config'], run['data'].get('source', {})
+    config = run['config']
+    source = run['data'].get('source', {})
     without_effect = {*without_effect, 'init_from'}
     settings = {key: value for key, value in run['changed'].items() if key not in without_effect}
     step_tokens = config['total_batch_size'] or (

@@ -52,7 +52,8 @@ def is_usable(row):
 def read_rows(path, on_damage=warn):
     """The rows of a metrics.jsonl or film.jsonl, in order; [] if there is no file. `on_damage` is
     called with a message if damaged lines were skipped."""
-    rows, skipped = [], 0
+    rows = []
+    skipped = 0
     with suppress(FileNotFoundError, NotADirectoryError), open(path, 'rb') as f:
         for line in f:
             row = parse_row(line)
@@ -97,23 +98,24 @@ def column(rows, key):
 # run.json
 
 
-def describe_run(config, dataset, loader, device, dtype, compile, world, resumed):
-    """The contents of run.json. loader: of the training split"""
+def describe_run(run):
+    """The contents of run.json for a train.Run."""
     import torch  # here, so that plot.py starts without it
 
     from plaingpt.system.devices import machine_name
-    if resumed:
+    config, dataset = run.config, run.dataset
+    if run.start.resumed:
         from_scratch = read_run(config.out_dir).get('from_scratch', True)
     else:
         from_scratch = config.init_from in ('scratch', 'auto')
     return {
         'config': asdict(config), 'changed': changed_settings(config),
         'data': {'folder': str(dataset.folder), 'source': dataset.meta.get('source', {})},
-        'vocab_size': dataset.vocab_size, 'train_tokens': loader.epoch_tokens(),
+        'vocab_size': dataset.vocab_size, 'train_tokens': run.train_data.epoch_tokens(),
         'val_bytes_per_token': dataset.bytes_per_token('val'),
         'from_scratch': from_scratch,
-        'machine': {'device': machine_name(device), 'processes': world.size},
-        'dtype': dtype, 'compile': compile, 'versions': {'torch': torch.__version__},
+        'machine': {'device': machine_name(run.device), 'processes': run.world.size},
+        'dtype': run.dtype, 'compile': run.compile, 'versions': {'torch': torch.__version__},
         'command': ' '.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 

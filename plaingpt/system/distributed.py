@@ -138,21 +138,25 @@ class StopRequest:
         self.received_at = 0.0
 
     def __enter__(self):
-        self.previous = {number: signal.signal(number, self._receive) for number in self.SIGNALS
-                         if signal.getsignal(number) not in (signal.SIG_IGN, None)}
+        self.handlers = {}  # the previous ones
+        for number in self.SIGNALS:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                self.handlers[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_):
-        for number, handler in self.previous.items():
+        for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
     def _receive(self, number, _):
         # Under torchrun one Ctrl-C arrives twice: from the terminal and from torchrun.
-        now, before = time.monotonic(), self.signal
-        if number == before == signal.SIGINT and now - self.received_at > 1:
+        now = time.monotonic()
+        previous = self.signal
+        if number == previous == signal.SIGINT and now - self.received_at > 1:
             os._exit(130)
-        self.signal, self.received_at = number, now
-        if number != before:
+        self.signal = number
+        self.received_at = now
+        if number != previous:
             hint = ' (Ctrl-C again to exit immediately)' if number == signal.SIGINT else ''
             with suppress(RuntimeError):  # a print was interrupted
                 print0(f'{signal.Signals(number).name}: stopping after this step{hint}')

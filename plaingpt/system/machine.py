@@ -90,7 +90,8 @@ def watch_cores(stop, interval_s):
     """Check every interval_s whether other programs need cores. While they do, keep a second team:
     a thread that has run a parallel loop of torch keeps its team until it ends."""
     import psutil
-    process, team = psutil.Process(), None
+    process = psutil.Process()
+    team = None
     cores_of_others(process)  # starts the measurement
     while not stop.wait(interval_s):
         missing = cores_of_others(process) + torch_threads() - len(allowed_cpus())

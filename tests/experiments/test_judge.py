@@ -138,7 +138,7 @@ def test_what_the_working_tree_changes_is_judged_against_a_commit(length, char_d
     done = subprocess.run([sys.executable, 'bench.py', *words], text=True, cwd=clone,
                           capture_output=True, check=False)
     assert done.returncode in (0, 3, 4), done.stderr
-    rows = list(csv.DictReader(open(tmp_path / 'saved/runs.csv')))
+    rows = list(csv.DictReader(open(tmp_path / 'saved/judge.csv')))
     assert [row['variant'] for row in rows] == ['base', 'change', 'change', 'base']
     assert rows[0]['final_loss'] != rows[1]['final_loss']
     result, = csv.DictReader(open(tmp_path / 'saved/results.tsv'), delimiter='\t')

@@ -1,11 +1,11 @@
-# make quickstart          install, train a small GPT on Python source code, and let it write; with a CUDA GPU, one of the size of GPT-2
-# make test                install, and run the tests: each property, in a few minutes
-# make test-slow           the rest: jobs under torchrun, kills by the dozen, pages of docs, installs
-# make test-oldest         the tests with the oldest packages that pyproject.toml admits
-# make torture             kill, stop and starve training hundreds of times, damage its files
-# make compare             beside others: WHAT=prepare (nanoGPT's recipe), generation (transformers), race (nanoGPT), OPTIONS="…"
-# make lint                check the style
-# make clean               remove what these commands made
+# make quickstart          install, train a small GPT on Python source code, and sample from it; with a CUDA GPU, one of the size of GPT-2
+# make test                install, and run the tests (a few minutes)
+# make test-slow           run the slow tests: jobs under torchrun, repeated kills, pages of docs, installation
+# make test-oldest         run the tests with the oldest versions of packages that pyproject.toml allows
+# make torture             inject faults: kill, stop and starve runs hundreds of times, damage files
+# make compare             compare with other programs: WHAT=prepare (nanoGPT's recipe), generation (transformers), race (nanoGPT), OPTIONS="…"
+# make lint                check the code style
+# make clean               remove what these commands created
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -14,14 +14,14 @@ OLDEST = $(shell sed -n 's/^    "\(.*\)>=\(.*\)",.*/\1==\2.*/p' pyproject.toml)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # for pipefail
 SHELL := /bin/bash
-# pip's output → the packages as they are downloaded, sizes in MB, and when their installation begins
+# pip's output → names and sizes of packages as they are downloaded, and when installation starts
 IN_SHORT = awk 'match($$0, "[^ /]+[.]whl") { \
         split(substr($$0, RSTART, RLENGTH), parts, "-"); \
         size = match($$0, "[(].*MB[)]") ? " " substr($$0, RSTART, RLENGTH) : ""; \
         printf "  %s%s", parts[1], size; fflush() } \
-    /^Installing/ { print "\n  … all here: unpacking them"; fflush() }'
+    /^Installing/ { print "\n  downloaded; installing …"; fflush() }'
 
-# '_gpu' where the PyTorch that was installed finds a CUDA GPU
+# '_gpu' if the installed PyTorch finds a CUDA GPU
 GPU = $(shell $(BIN)/python -c 'import torch; print("_gpu" if torch.cuda.is_available() else "")')
 WHAT ?= prepare
 
@@ -57,8 +57,8 @@ clean:
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/installed: requirements.txt
-	@echo "installing into .venv, once: 1.5 GB on disk with PyTorch for CPUs"
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "plainGPT needs Python 3.11 or newer: make PYTHON=python3.12 …")'
+	@echo "installing into .venv (once; 1.5 GB with PyTorch for CPUs)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "plainGPT needs Python 3.11 or newer: run make PYTHON=python3.12 …")'
 	@$(PYTHON) -m venv .venv
 	@set -o pipefail; $(BIN)/pip install -r requirements.txt | $(IN_SHORT)
 	@touch $@

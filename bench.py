@@ -1,16 +1,16 @@
-"""Measure the speed of a step, what other settings gain, and whether a change of the code helps.
+"""Time a training step, compare settings over seeds, or test whether a code change helps.
 
-    python bench.py config/gpt2_124m.py                 the speed of a step
+    python bench.py config/gpt2_124m.py                 time a training step
     python bench.py config/quickstart.py --sweep=learning_rate=3e-3,9e-3,3e-2
-                                                        whole trainings, each with --seeds seeds
+                                                        train each value with --seeds seeds
     python bench.py config/quickstart.py --sweep='conv=0,4 n_layer=4,6'
-                                                        all pairs of their values
+                                                        train all combinations
     python bench.py config/quickstart.py --variants=mine.py
                                                         variants = {'name': {'key': value}, …}
     python bench.py config/quickstart.py --judge --seeds=8
-                                                        is the code as it is here better than HEAD?
+                                                        is the working tree better than HEAD?
     python bench.py config/quickstart.py --judge --minutes=1
-                                                        the same, with one minute per run
+                                                        the same, with one-minute runs
 """
 
 import datetime
@@ -32,10 +32,10 @@ from plaingpt.experiments.runs import (
     append_result,
     changed_files,
     copy_sides,
-    of_side,
-    verdict,
+    in_tree,
+    judge_runs,
 )
-from plaingpt.experiments.speed import measure_speed, planned_shape
+from plaingpt.experiments.speed import measure_speed, planned_gpt_config
 from plaingpt.monitoring.run_record import read_rows
 from plaingpt.monitoring.run_report import draw_runs
 from plaingpt.system import devices
@@ -49,15 +49,15 @@ from plaingpt.training.start import StartingPoint, resolve_minutes
 
 @dataclass
 class BenchConfig(TrainConfig):
-    # benchmark: what to measure; the speed of a step if nothing else
-    variants: str = ''  # trainings that differ: grid, ablation, ladder, or a file such as mine.py
-    sweep: str = ''  # a setting and its values, as learning_rate=1e-3,3e-3; several with spaces
-    judge: bool = False  # whether the code as it is here trains better than that of a commit
+    # benchmark: what to measure; by default the time of a step
+    variants: str = ''  # list of variants to train: grid, ablation, ladder, or a file (mine.py)
+    sweep: str = ''  # settings and values to train: 'learning_rate=1e-3,3e-3 conv=0,4'
+    judge: bool = False  # compare the code of the working tree with that of a commit
     # benchmark: how
-    against: str = 'HEAD'  # judge: the commit
-    steps: int = 10  # speed: to time; a figure is their median
-    seeds: int = 3  # variants, sweep, judge: runs of each training
-    save: str = ''  # folder for the results; trainings have out-experiments by default
+    against: str = 'HEAD'  # judge: the commit to compare with
+    steps: int = 10  # number of steps to time; the median is reported
+    seeds: int = 3  # variants, sweep, judge: runs per variant
+    save: str = ''  # folder for results; default of variants, sweep, judge: out-experiments
 
     above_0 = (*TrainConfig.above_0, 'steps', 'seeds')
 
@@ -65,131 +65,156 @@ class BenchConfig(TrainConfig):
         return self.judge
 
     def conflicts(self):
-        found = super().conflicts()
+        problems = super().conflicts()
         if self.batch_size == 'auto':
-            found.append('batch_size=auto: a benchmark needs a number')
+            problems.append('batch_size=auto: a benchmark needs a number')
         if self.world_size() > 1:
-            found.append('a benchmark measures one process: start it without torchrun')
-        chosen = [key for key in ('variants', 'sweep', 'judge') if getattr(self, key)]
-        if len(chosen) > 1:
-            found.append(f'one at a time: {", ".join(chosen)}')
+            problems.append('a benchmark measures one process: start it without torchrun')
+        modes = [key for key in ('variants', 'sweep', 'judge') if getattr(self, key)]
+        if len(modes) > 1:
+            problems.append(f'{" and ".join(modes)} cannot be combined: choose one')
         if self.judge and self.seeds == 1:
-            found.append('judge takes two seeds or more: one says nothing of chance')
-        return found
+            problems.append('seeds=1: judge needs at least two, to estimate the variance')
+        return problems
 
 
-def training_words(argv):
-    """A command line of bench.py → the config files and settings that train.py takes"""
-    own = {field.name for field in fields(BenchConfig)} - {
-        field.name for field in fields(TrainConfig)} | {'out_dir'}
-    return [word for word in argv
-            if not word.startswith('--') or word[2:].partition('=')[0] not in own]
+def training_args(argv):
+    """Arguments of bench.py → the config files and settings for train.py"""
+    train_keys = {field.name for field in fields(TrainConfig)} - {'out_dir'}
+    bench_keys = {field.name for field in fields(BenchConfig)} - train_keys
+    return [arg for arg in argv
+            if not arg.startswith('--') or arg[2:].partition('=')[0] not in bench_keys]
 
 
 def measure_step(config, start, device):
-    """Speed of a step → (a row of numbers, its Markdown)."""
-    print(f'timing {config.steps} steps, after a few that are not counted …', file=sys.stderr)
+    """Time a training step → (a row of results, their Markdown)."""
+    print(f'timing {config.steps} steps after a few warmup steps …', file=sys.stderr)
     devices.prepare_device(device)
     torch.manual_seed(config.seed)
     compile, _ = devices.choose_compile(config.compile, device)
-    shape, _, _ = planned_shape(config, start)
-    dtype, _ = choose_training_dtype(config, shape, device)
-    return measure_speed(config, shape, device, dtype, compile)
+    gpt_config, _, _ = planned_gpt_config(config, start)
+    dtype, _ = choose_training_dtype(config, gpt_config, device)
+    return measure_speed(config, gpt_config, device, dtype, compile)
 
 
-def words_of(variants, config, argv):
-    """{name: settings} → {name: {seed: words of train.py}}: the command line with the settings
-    at its end, so that 'auto' follows them. Raises UserError where they cannot be read."""
-    found = {}
+def variant_args(variants, config, argv):
+    """{name: settings} → {name: {seed: arguments of train.py}}: the command line, then the
+    settings, so that 'auto' values follow them. Raises UserError if they are invalid."""
+    args_by_variant = {}
     for name, changes in variants.items():
         if 'out_dir' in changes or ('seed' in changes and config.seeds > 1):
-            raise UserError(f'variant {name!r}: --seeds says how many seeds each has, and each run '
-                            'has a folder of its own: leave seed and out_dir out')
-        options, found[name] = [f'--{key}={value}' for key, value in changes.items()], {}
+            raise UserError(f'variant {name!r}: remove seed and out_dir: --seeds sets the number '
+                            'of seeds, and each run has its own folder')
+        options = [f'--{key}={value}' for key, value in changes.items()]
+        args_by_variant[name] = {}
         for seed in range(config.seed, config.seed + config.seeds):
-            words = [*training_words(argv), f'--seed={seed}', *options]
+            args = [*training_args(argv), f'--seed={seed}', *options]
             try:
-                read = load_config(TrainConfig, words)
+                variant = load_config(TrainConfig, args)
             except UserError as problem:
                 raise UserError(f'variant {name!r}: {problem}') from None
-            found[name][seed] = [*words, '--log_interval='
-                                 f'{max(1, min(read.log_interval, read.max_iters))}']
-    return found
+            log_interval = max(1, min(variant.log_interval, variant.max_iters))
+            args_by_variant[name][seed] = [*args, f'--log_interval={log_interval}']
+    return args_by_variant
 
 
 def measure_variants(config, argv, folder):
-    """Train all variants in `folder` and draw them → (a row for each run, their table)."""
-    variants = runs.sweep_variants(config.sweep) if config.sweep \
-        else runs.read_variants(config.variants, config)
-    rows = runs.train_all(words_of(variants, config, argv), folder)
+    """Train all variants in `folder` and draw them → (a row per run, their table)."""
+    if config.sweep:
+        variants = runs.sweep_variants(config.sweep)
+    else:
+        variants = runs.read_variants(config.variants, config)
+    rows = runs.train_all(variant_args(variants, config, argv), folder)
+    curves = [(run['variant'], read_rows(Path(run['folder'], 'metrics.jsonl')))
+              for run in rows if run['final_loss'] is not None]
     try:
-        draw_runs([(run['variant'], read_rows(Path(run['folder'], 'metrics.jsonl')))
-                   for run in rows if run['final_loss'] is not None], f'{folder}.png')
-    except UserError as problem:  # matplotlib is absent
+        draw_runs(curves, f'{folder}.png')
+    except UserError as problem:  # matplotlib is not installed
         warn(problem)
     return rows, runs.format_comparison(runs.compare(rows))
 
 
 def judge(config, argv, results):
-    """Train the code of a commit and the code as it is here, and append what they show to the file
-    `results` → (a row for each run, their table and the verdict, the exit status)."""
+    """Train the code of a commit and of the working tree, and append the verdict to the file
+    `results` → (a row per run, table and verdict, exit status)."""
     start = StartingPoint(verifies=False)
-    resolve_minutes(config, start, options_of(TrainConfig, argv))  # or UserError
-    words = words_of({side: {'report': False} for side in ('base', 'change')}, config, argv)
-    began = datetime.datetime.now(datetime.UTC)
+    resolve_minutes(config, start, options_of(TrainConfig, argv))  # raises UserError
+    sides = {'base': {'report': False}, 'change': {'report': False}}
+    args_by_side = variant_args(sides, config, argv)
+    start_time = datetime.datetime.now(datetime.UTC)
     with tempfile.TemporaryDirectory(prefix='plaingpt-judge-') as folder:
         trees, commit = copy_sides(config.against, Path(folder))
-        judged = {'date (UTC)': began, 'base commit': commit, 'change': changed_files(trees),
-                  'settings': shlex.join(training_words(argv)),
-                  'seeds': f'{config.seed} to {config.seed + config.seeds - 1}'}
-        words = {side: {seed: [of_side(trees[side], word) for word in told]
-                        for seed, told in words[side].items()} for side in words}
-        open_data(config, launched_world())  # prepares a small corpus, where both find it
+        judgment = {'date (UTC)': start_time, 'base commit': commit,
+                    'change': changed_files(trees), 'settings': shlex.join(training_args(argv)),
+                    'seeds': f'{config.seed} to {config.seed + config.seeds - 1}'}
+        for side, args_by_seed in args_by_side.items():
+            for seed, args in args_by_seed.items():
+                args_by_seed[seed] = [in_tree(trees[side], arg) for arg in args]
+        open_data(config, launched_world())  # prepares a small corpus once for both sides
         try:
             if config.minutes:
-                runs.train_all({side: {config.seed: words[side][config.seed] + WARM_UP}
-                                for side in words}, f'{folder}/warm-up', trees)
-            rows = runs.train_all(words, f'{folder}/runs', trees)
-            compared = runs.compare(rows)
-            said, when = verdict(rows, compared)
+                warm_ups = {side: {config.seed: args_by_seed[config.seed] + WARM_UP}
+                            for side, args_by_seed in args_by_side.items()}
+                runs.train_all(warm_ups, f'{folder}/warm-up', trees)
+            rows = runs.train_all(args_by_side, f'{folder}/runs', trees)
+            comparison = runs.compare(rows)
+            verdict, duration = judge_runs(rows, comparison)
         except UserError as problem:
-            append_result(results, judged, problem=problem)
+            append_result(results, judgment, problem=problem)
             raise
-    append_result(results, judged, compared, said)
-    return rows, f'{runs.format_comparison(compared)}\n\n{said}, {when}', EXIT_STATUS[said]
+    append_result(results, judgment, comparison, verdict)
+    return rows, f'{runs.format_comparison(comparison)}\n\n{verdict}, {duration}', \
+        EXIT_STATUS[verdict]
 
 
 def main(argv):
-    start, status = StartingPoint(verifies=False), 0
+    start = StartingPoint(verifies=False)
+    status = 0
     config = load_config(BenchConfig, argv, __doc__, read_saved=start.read)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no training outlives this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the run in progress
     device, _ = devices.choose_device(config.device)
-    trains = config.variants or config.sweep
-    folder = config.save or ('out-experiments' if trains or config.judge else '')
-    name = 'judge' if config.judge else Path(config.variants).stem if config.variants \
-        else f'sweep-{config.sweep.partition("=")[0]}' if config.sweep else 'speed'
+    compares_variants = bool(config.variants or config.sweep)
+    folder = config.save
+    if not folder and (compares_variants or config.judge):
+        folder = 'out-experiments'
     if folder:
-        make_writable(folder, 'save')  # fail now, and not after hours of measuring
-    if trains:
+        make_writable(folder, 'save')  # fail now, not after hours of training
+    name = results_name(config)
+    if compares_variants:
         rows, text = measure_variants(config, argv, f'{folder}/{name}')
     elif config.judge:
         rows, text, status = judge(config, argv, f'{folder}/results.tsv')
     else:
         row, text = measure_step(config, start, device)
         rows = [row]
-    facts = {'date': datetime.date.today().isoformat(), 'machine': devices.machine_name(device),
-             'torch': torch.__version__, 'command': shlex.join(['python', 'bench.py', *argv])}
-    rows = [facts | row for row in rows]
-    dates = sorted({row['date'] for row in rows if row['date']})  # of a run that failed: none
-    print(f'{facts["machine"]}, torch {facts["torch"]}, '
-          f'{" to ".join(dates[:1] + dates[1:][-1:])}:\n\n{text}')
+    machine = devices.machine_name(device)
+    today = datetime.date.today().isoformat()
+    command = shlex.join(['python', 'bench.py', *argv])
+    rows = [{'date': today, 'machine': machine, 'torch': torch.__version__, 'command': command,
+             **row} for row in rows]
+    dates = sorted({row['date'] for row in rows if row['date']})  # a failed run has none
+    period = dates[0] if len(dates) == 1 else f'{dates[0]} to {dates[-1]}'
+    print(f'{machine}, torch {torch.__version__}, {period}:\n\n{text}')
     if folder:
         runs.save_csv(f'{folder}/{name}.csv', rows)
-        print(f'\n{folder}/{name}.csv has all numbers'
-              + (f', {folder}/{name}/ the runs' if trains else '')
-              + (f', {folder}/results.tsv all verdicts' if config.judge else ''))
+        print(f'\nwrote {folder}/{name}.csv (all runs)')
+        if compares_variants:
+            print(f'{folder}/{name}/ has the folders of the runs')
+        if config.judge:
+            print(f'appended to {folder}/results.tsv (all verdicts)')
     if status:
         sys.exit(status)
+
+
+def results_name(config):
+    """The name of the files with the results."""
+    if config.judge:
+        return 'judge'
+    if config.variants:
+        return Path(config.variants).stem
+    if config.sweep:
+        return f'sweep-{config.sweep.partition("=")[0]}'
+    return 'speed'
 
 
 if __name__ == '__main__':

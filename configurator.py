@@ -1,12 +1,12 @@
-"""What the user asked for: config files and --key=value → a checked dataclass; --help.
+"""Config files and --key=value options → a checked dataclass; and --help.
 
     python train.py config/a.py config/b.py --batch_size=32
 
 Arguments apply left to right. A config file is plain Python that assigns to the dataclass's
-fields; it starts with their current values in scope, so it can compute from them. What an option
-after the file sets has that value in the file already: `min_lr = learning_rate / 10` follows
---learning_rate. Names that start with `_`, imports, functions and classes are the file's own.
-Problems are collected and reported together, each with the place it came from.
+fields. It starts with their current values in scope and can compute from them. An option after the
+file already has its value there: `min_lr = learning_rate / 10` follows --learning_rate. Names that
+start with `_`, imports, functions and classes are private to the file. Problems are collected and
+reported together, each with the place it came from.
 """
 
 import ast
@@ -26,54 +26,56 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
 from plaingpt.system.formatting import quoted, setting
 
-get_type_hints = functools.cache(typing.get_type_hints)  # of 80 fields, a few times each
+# cached, because evaluating the annotations of 80 fields takes a while
+get_type_hints = functools.cache(typing.get_type_hints)
 
 
 def load_config(cls, argv, doc='', positional='', several=False, read_saved=lambda values: {}):
     """Build dataclass `cls` from its defaults and the command line `argv`.
 
-    positional: the field that an argument without dashes sets, where it names no config file. With
-    `several`, such arguments are its values, with commas between, and none is a config file.
+    positional: the field that an argument without dashes sets, unless it is a config file. With
+    `several`, all such arguments are joined with commas, and none is a config file.
 
-    read_saved: {name: value} of these → {name: value} to begin with instead of the defaults, such
-    as those of the run that the command line resumes
+    read_saved: called with {name: value} of the command line; returns the values that replace the
+    defaults, e.g. those of the run to resume
 
-    A field that is `init=False` is not a setting. `cls` may name numbers that have LIMITS,
+    A field with `init=False` is not a setting. `cls` may list fields under the names of LIMITS,
     and define `out_of_range(self) -> list[str]` for other invalid values and
-    `conflicts(self) -> list[str]` for those that contradict each other. Raises UserError with every
-    problem found, one a line. `--help` prints and exits.
+    `conflicts(self) -> list[str]` for settings that contradict each other. Raises UserError with
+    all problems, one per line. `--help` prints the help and exits.
     """
     if any(arg in ('--help', '-h') for arg in argv):
         choices = {name: accepted_types(cls, name) for name in defaults(cls)}
         print(help_text(cls, choices, doc, positional, several))
         sys.exit(0)
-    mistakes = []
+    problems = []
     if positional:
-        argv = name_positionals(cls, argv, positional, several, mistakes)
-    values, problems = read_arguments(cls, argv, {})
+        argv, problems = name_positionals(cls, argv, positional, several)
+    settings = read_arguments(cls, argv, {})
     try:
-        saved = read_saved(values)
-    except UserError as problem:
-        # A mistake in the command line may be the reason, such as a run named without --out_dir.
-        raise UserError('\n'.join(mistakes + problems or [str(problem)])) from None
+        saved = read_saved(settings.values)
+    except UserError as error:
+        # A mistake on the command line may be the reason, such as a run named without --out_dir.
+        raise UserError('\n'.join(problems + settings.problems or [str(error)])) from None
     if saved:
-        values, problems = read_arguments(cls, argv, saved)
-    return build(cls, values, mistakes + problems)
+        settings = read_arguments(cls, argv, saved)
+    return build(cls, settings.values, problems + settings.problems)
 
 
-def checked(cls, given):
-    """`cls` of a program's values, {name: value}, checked like load_config's. Raises UserError."""
-    return build(cls, *read_arguments(cls, [], given, 'in the call'))
+def checked(cls, values):
+    """`cls` from {name: value} set by a program, with load_config's checks. Raises UserError."""
+    settings = read_arguments(cls, [], values, 'in the call')
+    return build(cls, settings.values, settings.problems)
 
 
 def build(cls, values, problems):
-    """→ `cls` of these values. Raises UserError with `problems` and all that is wrong in them."""
+    """→ `cls` with these values. Raises UserError with `problems` and those of the values."""
     config = cls(**values)
     problems = problems + outside_limits(config)
     if hasattr(config, 'out_of_range'):
         problems += config.out_of_range()
     if hasattr(config, 'conflicts'):
-        with suppress(ArithmeticError):  # of values out of range
+        with suppress(ArithmeticError):  # values out of range, reported above
             problems += config.conflicts()
     if problems:
         raise UserError('\n'.join(problems))
@@ -81,7 +83,7 @@ def build(cls, values, problems):
 
 
 def defaults(cls):
-    """{name: default} of its settings."""
+    """{name: default} of the settings of `cls`."""
     return {field.name: field.default for field in dataclasses.fields(cls) if field.init}
 
 
@@ -89,70 +91,93 @@ def defaults(cls):
 # where values come from
 
 
+class Settings:
+    """The values of a dataclass's fields, {name: value}, and the problems found while reading them.
+    """
+
+    def __init__(self, cls):
+        self.cls, self.values, self.problems = cls, defaults(cls), []
+
+    def set(self, name, value, place):
+        """Convert and store a value, or note the problem → whether it was stored."""
+        if name not in self.values:
+            hint = did_you_mean(name, self.values, 'see --help for all keys')
+            self.problems.append(f'unknown key {name!r} {place}: {hint}')
+            return False
+        types = accepted_types(self.cls, name)
+        try:
+            self.values[name] = convert(value, types)
+        except ValueError:
+            names = {int: 'a whole number', float: 'a number', bool: 'true or false', str: 'text'}
+            expected = ' or '.join(names.get(t, str(t)) for t in types)
+            self.problems.append(f'{name}={value!r} {place}: expected {expected}')
+            return False
+        return True
+
+
 def read_arguments(cls, argv, saved, place='in the checkpoint'):
-    """→ ({name: value} of all fields, [problem]): the defaults, what was saved at a `place`,
-    then the command line from left to right."""
-    values, problems = defaults(cls), []
+    """→ Settings: the defaults, then `saved` values (from `place`), then `argv` left to right."""
+    settings = Settings(cls)
     for name, value in saved.items():
-        check_and_set(cls, values, name, value, place, problems)
+        settings.set(name, value, place)
     for i, arg in enumerate(argv):
-        before = argv[i - 1] if i else ''
-        if is_value_of(before, arg, values):
-            problems[-1] = f'{before} {arg}: write {before}={quoted(arg)}'
+        previous = argv[i - 1] if i else ''
+        if is_value_of(previous, arg, settings.values):
+            settings.problems[-1] = f'{previous} {arg}: write {previous}={quoted(arg)}'
         elif arg.startswith('-'):
             name, value, problem = read_option(cls, arg)
             if problem:
-                problems.append(problem)
+                settings.problems.append(problem)
             else:
-                check_and_set(cls, values, name, value, 'on the command line', problems)
-        elif not arg.endswith('.py'):
-            problems.append(f'{arg!r} is no config file, whose names end with .py: write options '
-                            'as --key=value')
+                settings.set(name, value, 'on the command line')
+        elif arg.endswith('.py'):
+            for name, value, line in read_file(arg, settings, options_of(cls, argv[i + 1:])):
+                settings.set(name, value, line)
         else:
-            for name, value, where in read_file(arg, values, options_of(cls, argv[i + 1:]),
-                                                problems):
-                check_and_set(cls, values, name, value, where, problems)
-    return values, problems
+            settings.problems.append(f'{arg!r} is not a config file (*.py): write options as '
+                                     '--key=value')
+    return settings
 
 
 def is_value_of(option, arg, values):
-    """True where somebody wrote `--key value`."""
+    """Whether the user wrote `--key value` instead of `--key=value`."""
     return option.startswith('--') and option[2:] in values and not arg.startswith('--') \
         and not arg.endswith('.py') and type(values[option[2:]]) is not bool
 
 
 def read_option(cls, arg):
-    """`--key=value`, or `--key` alone, which is true for a bool → (name, value, problem or None)"""
+    """`--key=value`, or `--key` alone for True → (name, value, problem or None)"""
     name, equals, text = arg.removeprefix('--').partition('=')
     known = name in defaults(cls)
     if not arg.startswith('--') or not name:
         return name, None, f'{arg!r}: write options as --key=value'
     if equals and known and str in accepted_types(cls, name):
-        # Text stays as typed: --start=1e3 means those three characters. A function in its
-        # annotation reads escapes, which a config file's Python has read already.
+        # Text stays as typed: --start=1e3 means those three characters. The annotation may have a
+        # function that decodes escapes; in a config file, Python does that.
         hint = get_type_hints(cls, include_extras=True)[name]
-        read, = getattr(hint, '__metadata__', [str])
-        return name, read(text), None
+        decode, = getattr(hint, '__metadata__', [str])
+        return name, decode(text), None
     if equals:
         return name, parse_literal(text), None
     if known and bool not in accepted_types(cls, name):
-        return name, None, f'--{name} needs a value: write --{name}=VALUE, without a space'
+        return name, None, f'--{name} needs a value: write --{name}=VALUE (without spaces)'
     return name, True, None
 
 
 def options_of(cls, argv):
     """{key: value} of the valid options in `argv`."""
-    values, found = defaults(cls), {}
+    settings = Settings(cls)
+    options = {}
     for arg in argv:
         if arg.startswith('-'):
             name, value, problem = read_option(cls, arg)
-            if not problem and not check_and_set(cls, values, name, value, '', []):
-                found[name] = values[name]
-    return found
+            if not problem and settings.set(name, value, ''):
+                options[name] = settings.values[name]
+    return options
 
 
 def parse_literal(text):
-    """'32' → 32, '1e-3' → 0.001, 'true' → True, anything else stays text."""
+    """'32' → 32, '1e-3' → 0.001, 'true' → True; anything else stays text."""
     if text.lower() in ('true', 'false'):
         return text.lower() == 'true'
     try:
@@ -162,7 +187,7 @@ def parse_literal(text):
 
 
 class Namespace(dict):
-    """What a config file runs in: the names of `fixed` keep their values."""
+    """The globals of a config file. Assignments to the names in `fixed` are ignored."""
 
     def __init__(self, values, fixed):
         super().__init__(values | fixed)
@@ -173,37 +198,38 @@ class Namespace(dict):
             super().__setitem__(name, value)
 
 
-def read_file(path, values, fixed, problems):
-    """Run a config file in its own namespace → [(name, value, where)] that it assigned. fixed:
-    {name: value} that options after the file set."""
+def read_file(path, settings, fixed):
+    """Run a config file in its own namespace → [(name, value, place)] that it assigned. fixed:
+    {name: value} set by options after the file"""
     path = find_recipe(path)
-    namespace = Namespace({**values, '__file__': path}, fixed)
+    namespace = Namespace({**settings.values, '__file__': path}, fixed)
     try:
         source = run_file(path, namespace)
-    except UserError as problem:  # raised by what it imports or reads
-        problems.append(str(problem))
+    except UserError as error:  # possibly raised by what the file imports or reads
+        settings.problems.append(str(error))
         return []
     lines, imported = assigned_and_imported(source)
-    found = []
+    assigned = []
     for name, value in sorted(namespace.items(), key=lambda item: lines.get(item[0], 0)):
-        untouched = name in fixed or (
-            name in values and value is values[name] and name not in lines)
-        own = name.startswith('_') or name in imported or callable(value)
-        if not untouched and (name in values or not own):
-            where = f'in {path}, line {lines[name]}' if name in lines else f'in {path}'
-            found.append((name, value, where))
-    return found
+        is_private = name.startswith('_') or name in imported or callable(value)
+        if name in fixed or (is_private and name not in settings.values):
+            continue
+        if name in settings.values and name not in lines and value is settings.values[name]:
+            continue  # not assigned
+        place = f'in {path}, line {lines[name]}' if name in lines else f'in {path}'
+        assigned.append((name, value, place))
+    return assigned
 
 
 def run_file(path, namespace):
-    """→ the text of a config file, which has run. Raises UserError."""
+    """Run a config file → its source. Raises UserError."""
     try:
         with open(path, encoding='utf-8-sig') as f:
             source = f.read()
     except OSError as e:
-        name = Path(path).stem.removeprefix('train_')  # which nanoGPT's names begin with
-        hint = nearest_of(name, sorted(found.stem for found in Path('config').glob('*.py')),
-                          'see the folder config')
+        name = Path(path).stem.removeprefix('train_')  # the prefix of nanoGPT's config files
+        recipes = sorted(recipe.stem for recipe in Path('config').glob('*.py'))
+        hint = did_you_mean(name, recipes, 'see the folder config')
         raise UserError(f'config file {path}: {e.strerror}: {hint}') from None
     except UnicodeDecodeError:
         raise UserError(f'config file {path}: not a text file') from None
@@ -216,13 +242,14 @@ def run_file(path, namespace):
     except (Exception, SystemExit) as e:
         lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__)
                  if frame.filename == path]
-        what = ' '.join(f'{type(e).__name__}: {e}'.split())
-        raise UserError(f'config file {path}, line {lines[-1] if lines else 0}: {what}') from None
+        line = lines[-1] if lines else 0
+        message = ' '.join(f'{type(e).__name__}: {e}'.split())
+        raise UserError(f'config file {path}, line {line}: {message}') from None
     return source
 
 
 def assigned_and_imported(source):
-    """({name: line of its last assignment}, {imported names}) of a file's statements."""
+    """Source of a file → ({name: line of its last assignment}, {imported names})"""
     lines, imported = {}, set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -233,95 +260,91 @@ def assigned_and_imported(source):
 
 
 def find_recipe(path):
-    """`config/NAME.py` is plainGPT's own where the working directory has no such file."""
-    ours = ROOT / path
-    is_ours = Path(path).parent == Path('config') and not os.path.lexists(path) and ours.is_file()
-    return str(ours) if is_ours else path
+    """Fall back to plainGPT's own `config/NAME.py` if the working directory has no such file."""
+    recipe = ROOT / path
+    if Path(path).parent == Path('config') and not os.path.lexists(path) and recipe.is_file():
+        return str(recipe)
+    return path
 
 
-def name_positionals(cls, argv, key, several, problems):
-    """argv with --key=VALUE in the place of its arguments without dashes: `out` → `--out_dir=out`.
-    Config files stay, and so do mistakes that are found later."""
-    known = defaults(cls)
-    found = [i for i, arg in enumerate(argv)
-             if arg and not arg.startswith('-') and (several or not arg.endswith('.py'))
-             and not (i and is_value_of(argv[i - 1], arg, known))
-             and not (arg.partition('=')[0] in known and not os.path.lexists(arg))]
-    given = [argv[i] for i in found]
+def name_positionals(cls, argv, key, several):
+    """Replace arguments without dashes by an option, `out` → `--out_dir=out` → (argv, problems).
+    Config files are left alone, and so are mistakes that read_arguments reports."""
+    names = defaults(cls)
+    indices = []
+    for i, arg in enumerate(argv):
+        is_config_file = arg.endswith('.py') and not several
+        is_value = i > 0 and is_value_of(argv[i - 1], arg, names)  # reported later
+        lacks_dashes = arg.partition('=')[0] in names and not os.path.lexists(arg)  # so is this
+        if arg and not arg.startswith('-') and not (is_config_file or is_value or lacks_dashes):
+            indices.append(i)
+    if not indices:
+        return argv, []
+    values = [argv[i] for i in indices]
     options = [arg for arg in argv if arg.startswith(f'--{key}=')]
-    if (given and options) or (len(given) > 1 and not several):
-        named = ' and '.join([*given, *options])
-        problems.append(f'{named}: each of them names {key}: leave out all but one')
-    named = {i: f'--{key}={",".join(given)}' for i in found[:1]}
-    return [named.get(i, arg) for i, arg in enumerate(argv) if i not in found[1:]]
+    problems = []
+    if options or (len(values) > 1 and not several):
+        problems.append(f'{" and ".join([*values, *options])}: each of these sets {key}: keep one')
+    named = [arg for i, arg in enumerate(argv) if i not in indices[1:]]
+    named[indices[0]] = f'--{key}={",".join(values)}'
+    return named, problems
 
 
 # -----------------------------------------------------------------------------
 # what a field accepts
 
 
-def check_and_set(cls, values, name, value, where, problems):
-    """Put `value` into `values` if `name` exists and the value fits, else note the problem →
-    whether there is one."""
-    if name not in values:
-        nearest = nearest_of(name, values, 'see --help for all keys')
-        problems.append(f'unknown key {name!r} {where}: {nearest}')
-        return True
-    try:
-        values[name] = convert(value, accepted_types(cls, name))
-    except ValueError:
-        names = {int: 'a whole number', float: 'a number', bool: 'true or false', str: 'text'}
-        expected = ' or '.join(names.get(t, str(t)) for t in accepted_types(cls, name))
-        problems.append(f'{name}={value!r} {where}: expected {expected}')
-        return True
-    return False
-
-
-def nearest_of(word, known, otherwise):
+def did_you_mean(word, known, otherwise):
+    """A hint that names the known word most like a misspelled one, else `otherwise`."""
     nearest = difflib.get_close_matches(word, known, n=1, cutoff=0.65)
     return f'did you mean {nearest[0]}?' if nearest else otherwise
 
 
-def convert(value, kinds):
-    """`value` as one of the accepted_types of a field. Raises ValueError where it fits none."""
-    value = value.item() if hasattr(value, 'item') else value  # of numpy or torch
-    for kind in kinds:
-        limit = 3e38 if kind is float else 2**63  # what torch can hold
+def convert(value, types):
+    """`value` as one of a field's accepted_types. Raises ValueError if it fits none."""
+    value = value.item() if hasattr(value, 'item') else value  # NumPy or torch scalars
+    for accepted in types:
+        limit = 3e38 if accepted is float else 2**63  # what torch can represent
         if type(value) in (int, float) and not abs(value) < limit:
             continue  # also rejects infinity and NaN
-        if kind is float and type(value) in (int, float):
+        if accepted is float and type(value) in (int, float):
             return float(value)
-        if kind is int and type(value) is float and value.is_integer():
+        if accepted is int and type(value) is float and value.is_integer():
             return int(value)  # 6e5 is a fine way to write 600000
-        if kind is type(value) or (not isinstance(kind, type) and value == kind):
+        if accepted is type(value) or (not isinstance(accepted, type) and value == accepted):
             return value
     raise ValueError
 
 
-LIMITS = (  # attribute of a class, with names of its fields; what is said; whether a value fits
+LIMITS = (  # class attribute that lists fields, the limit in words, a function that tests a value
     ('above_0', 'above 0', lambda value: value > 0),
     ('at_least_0', 'at least 0', lambda value: value >= 0),
     ('below_1', 'below 1', lambda value: value < 1))
 
 
 def outside_limits(config):
-    """Numbers outside the LIMITS of their class, a line each."""
-    found = []
-    for attribute, limit, fits in LIMITS:
+    """A problem for each number outside the LIMITS of its class."""
+    problems = []
+    for attribute, limit, is_within in LIMITS:
         for name in getattr(config, attribute, ()):
             value = getattr(config, name)
-            if not isinstance(value, str) and not fits(value):  # text, such as auto, is no number
-                found.append(f'{name}={setting(value)}: must be {limit}')
-    return found
+            if not isinstance(value, str) and not is_within(value):  # 'auto' has no limits
+                problems.append(f'{name}={setting(value)}: must be {limit}')
+    return problems
 
 
 def accepted_types(cls, name):
-    """A field's annotation as a flat list: types, and the values of a Literal."""
+    """A field's annotation as a flat list of types and, for a Literal, its values."""
     annotation = get_type_hints(cls)[name]
-    flat = []
-    for part in [annotation] if isinstance(annotation, type) else typing.get_args(annotation):
-        flat += typing.get_args(part) if typing.get_origin(part) is typing.Literal else [part]
-    return flat
+    if isinstance(annotation, type):
+        return [annotation]
+    accepted = []
+    for option in typing.get_args(annotation):
+        if typing.get_origin(option) is typing.Literal:
+            accepted += typing.get_args(option)
+        else:
+            accepted.append(option)
+    return accepted
 
 
 # -----------------------------------------------------------------------------
@@ -329,14 +352,14 @@ def accepted_types(cls, name):
 
 
 def help_text(cls, choices, doc='', positional='', several=False):
-    """The docstring, then the fields by section: default and trailing comment. Those of a section
-    whose comment begins with 'not listed' are left out.
+    """The docstring, then the fields by section, each with its default and trailing comment.
+    Sections whose comment begins with 'not listed' are omitted.
 
-    choices: {name: the types and values that a field accepts}; the rest as in load_config"""
+    choices: {name: accepted_types of the field}; the others as in load_config"""
     lines = [inspect.cleandoc(doc or ''), '']
     if positional:
-        others = 'Several are a list.' if several else 'One that ends in .py is a config file.'
-        lines += [f'A name without dashes is that of --{positional}. {others}', '']
+        note = 'May be repeated.' if several else 'Arguments that end in .py are config files.'
+        lines += [f'An argument without dashes sets --{positional}. {note}', '']
     lines += ['Options, with their defaults:']
     shown = {name: f'--{name}={getattr(cls, name)}'.replace('\n', '\\n') for name in choices}
     width = max(map(len, shown.values())) + 2
@@ -345,23 +368,25 @@ def help_text(cls, choices, doc='', positional='', several=False):
             continue
         lines += ['', section] if section else []
         for name, comment in fields.items():
-            words = [str(t) for t in choices[name] if not isinstance(t, type)]
-            listed = f' ({", ".join(words)})' if len(words) > 1 else ''
+            values = [str(choice) for choice in choices[name] if not isinstance(choice, type)]
+            listed = f' ({", ".join(values)})' if len(values) > 1 else ''
             lines.append(f'  {shown[name]:<{width}}{comment}{listed}')
     return '\n'.join(lines)
 
 
 def sections_of(cls):
-    """{section: {field: comment}} in source order; the fields of a dataclass that `cls` extends
-    come last, and one that `cls` has too is its own."""
-    found, waiting = {}, {field.name for field in dataclasses.fields(cls) if field.init}
+    """{section: {field: comment}} in source order. Fields inherited from another dataclass come
+    last, except those that `cls` overrides."""
+    sections = {}
+    remaining = {field.name for field in dataclasses.fields(cls) if field.init}
     for owner in filter(dataclasses.is_dataclass, cls.__mro__):
         section = ''
         for line in inspect.getsource(owner).splitlines():
-            if head := re.fullmatch(r'    # (.*)', line):
-                section = head[1]
-            elif (field := re.fullmatch(r'    (\w+): .*?  # (.*)', line)) \
-                    and field[1] in waiting:
-                found.setdefault(section, {})[field[1]] = field[2]
-                waiting.remove(field[1])
-    return found
+            heading = re.fullmatch(r'    # (.*)', line)
+            field = re.fullmatch(r'    (\w+): .*?  # (.*)', line)
+            if heading:
+                section = heading[1]
+            elif field and field[1] in remaining:
+                sections.setdefault(section, {})[field[1]] = field[2]
+                remaining.remove(field[1])
+    return sections

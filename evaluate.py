@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from configurator import load_config
-from plaingpt.checks.model_checks import attention_is_causal, short, small_model
+from plaingpt.checks.model_checks import attention_is_causal, check_length, small_model
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import open_dataset_spec
 from plaingpt.data.overlap import share_trained_on, windows_of
@@ -221,7 +221,7 @@ def check_attention_is_causal(model, context):
     """Raise UserError if a small model with the same flags attends to later tokens."""
     device = model.lm_head.weight.device
     with torch.random.fork_rng([device] if device.type == 'cuda' else []):
-        small = small_model(replace(model.config, block_size=short(model))).to(device)
+        small = small_model(replace(model.config, block_size=check_length(model))).to(device)
         run = SimpleNamespace(model=small, step=SimpleNamespace(autocast=context))
         problem = attention_is_causal(run)
     if problem:

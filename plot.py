@@ -1,4 +1,4 @@
-"""Draw the curves of runs, say what looks wrong, compare with a reference; show a film.
+"""Draw the curves of runs, diagnose them, compare them with a reference; show the film of a run.
 
     python plot.py out
     python plot.py out-a out-b --output=both.png
@@ -21,13 +21,14 @@ from plaingpt.system.formatting import command_for
 
 @dataclass
 class PlotConfig:
-    output: str = ''  # the picture (default: loss.png in the folder; compare.png here for several)
-    film: bool = False  # make a page of what film=True saw in training
+    output: str = ''  # file to write; default: loss.png in the run's folder, or compare.png
+    film: bool = False  # make an HTML page of a run trained with --film
 
     def conflicts(self):
-        ending = '.html' if self.film else '.png'
-        return [f'output={self.output}: must end in {ending}'] \
-            if self.output and not self.output.endswith(ending) else []
+        suffix = '.html' if self.film else '.png'
+        if self.output and not self.output.endswith(suffix):
+            return [f'output={self.output}: must end in {suffix}']
+        return []
 
 
 def main(argv):
@@ -37,24 +38,24 @@ def main(argv):
     if config.film:
         path = Path(config.output or Path(folders[0], 'film.html'))
         draw_film(*runs[0][:2], path)
-        print(f'{path}: open it in a browser')
+        print(f'wrote {path}: open it in a browser')
         return
     default = Path(folders[0], 'loss.png') if len(folders) == 1 else Path('compare.png')
     path = Path(config.output or default)
-    # Where tokenizers differ, losses a token do not compare.
+    # Losses per token cannot be compared between tokenizers.
     by_bits = len({run.get('val_bytes_per_token') for *_, run in runs} - {None}) > 1
     draw_runs([(name, rows) for name, rows, _ in runs], path, read_band(runs[0][2]), by_bits)
     for name, rows, run in runs:
         if rows:
             print('\n  '.join(describe(name, rows, run)))
-    print(path)
+    print(f'wrote {path}')
 
 
 def read_runs(folders, log):
-    """→ [(name, rows of this log, facts)]. Raises UserError where a folder has no run, and where no
-    line of a log can be read."""
+    """→ [(name, rows of this log, run.json)]. Raises UserError if a folder has no run, or no line
+    of the logs can be read."""
     if not folders:
-        raise UserError('name the out_dir of a run, or of several to compare: '
+        raise UserError('name the out_dir of a run, or several to compare: '
                         f'{command_for("plot")} out')
     problems = []
     for folder in folders:
@@ -73,12 +74,12 @@ def read_runs(folders, log):
 
 
 def draw_film(name, moments, path):
-    """What training/film.py wrote of a run → a page that a browser shows without any network.
-    Raises UserError where there is no film."""
+    """Write a self-contained HTML page from the rows of film.jsonl. Raises UserError if there are
+    none."""
     if not moments:
         raise UserError(f'{name} has no film: train with --film=True')
     page = (ROOT / 'plaingpt/monitoring/film.html').read_text(encoding='utf-8')
-    data = json.dumps(moments).replace('<', r'\u003c')  # what a model wrote ends no script
+    data = json.dumps(moments).replace('<', r'\u003c')  # a sample may contain </script>
     page = page.replace('NAME', html.escape(name)).replace('>DATA<', f'>{data}<')
     write_atomically(path, page)
 

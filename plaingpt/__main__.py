@@ -1,7 +1,7 @@
 """The command `plaingpt`: `plaingpt train config/quickstart.py` runs train.py with that argument.
 
-    python -m plaingpt train …                       the same without the command
-    torchrun --nproc_per_node=2 -m plaingpt train …  on two processes
+    python -m plaingpt train …                       the same if the command is not on PATH
+    torchrun --nproc_per_node=2 -m plaingpt train …  with two processes
 """
 
 import os
@@ -14,21 +14,22 @@ COMMANDS = ('prepare', 'train', 'sample', 'evaluate', 'export', 'serve', 'plan',
 
 
 def main():
-    """Run the script that the first argument names with the arguments after it."""
+    """Run the script named by the first argument with the remaining arguments."""
     name, *argv = sys.argv[1:] or ['']
     script = ROOT / f'{name}.py'
     if name not in COMMANDS:
         fail(f'plaingpt {name}: expected one of {", ".join(COMMANDS)}')
     if not script.exists():
-        fail('plainGPT runs from its clone: install it with pip install -e CLONE')
-    os.environ['PLAINGPT_STARTED_AS'] = sys.argv[0]  # for the commands in hints
+        fail(f'{script} not found: plainGPT runs from its clone; install it with pip install '
+             '-e CLONE')
+    os.environ['PLAINGPT_STARTED_AS'] = sys.argv[0]  # for the commands in messages
     sys.argv = [str(script), *argv]
-    sys.path.insert(0, str(ROOT))  # before a folder with a model.py of somebody else
+    sys.path.insert(0, str(ROOT))  # before folders that may have another model.py
     runpy.run_path(str(script), run_name='__main__')
 
 
-def fail(problem):
-    print(f'error: {problem}', file=sys.stderr)
+def fail(message):
+    print(f'error: {message}', file=sys.stderr)
     sys.exit(2)
 
 

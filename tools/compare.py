@@ -1,20 +1,21 @@
-"""Compare with the programs that people know, on the same machine, in turn.
+"""Compare with nanoGPT, transformers and xz on the same machine, one program at a time.
 
-    python tools/compare.py race --nanogpt=FOLDER     the CPU recipes, whole processes
+    python tools/compare.py race --nanogpt=FOLDER     train the CPU recipes, including startup
     python tools/compare.py race-gpu --nanogpt=FOLDER --save=FOLDER
-                                                      GPT-2 124M on Python source: nanoGPT, the
-                                                      plain recipe and the fast one
+                                                      train GPT-2 124M on Python source: nanoGPT,
+                                                      the plain recipe and the fast one
     python tools/compare.py equality --nanogpt=FOLDER
-                                                      nanoGPT and the plain recipe, --rounds seeds
-    python tools/compare.py picture                   docs/loss-over-time.png, of the
+                                                      losses of nanoGPT and the plain recipe over
+                                                      --rounds seeds
+    python tools/compare.py picture                   draw docs/loss-over-time.png from the
                                                       races in docs/results/
     python tools/compare.py own-text notes.txt --nanogpt=FOLDER --minutes=5
-                                                      a text of one's own, beside xz too
-    python tools/compare.py prepare                   beside nanoGPT's recipe
-    python tools/compare.py generation                beside transformers
+                                                      train on your own text, also against xz
+    python tools/compare.py prepare                   tokenize, against nanoGPT's recipe
+    python tools/compare.py generation                sample, against transformers
 
-race takes settings of train.py too, for plainGPT: --batch_size=16 --dtype=float32. race-gpu and
-equality take settings that both programs have, for all: --max_iters=300.
+race also takes settings of train.py, for plainGPT: --batch_size=16 --dtype=float32. race-gpu and
+equality take settings that both programs have: --max_iters=300.
 """
 
 import lzma
@@ -62,11 +63,11 @@ from plaingpt.training.settings import TrainConfig
 class CompareConfig(TrainConfig):
     dataset: str = 'pypackages'  # race-gpu, equality
     # comparison
-    nanogpt: str = ''  # nanoGPT's folder
+    nanogpt: str = ''  # folder of nanoGPT
     rounds: int = 3  # runs of each program
-    save: str = ''  # races: a folder for race.csv
-    text: str = ''  # own-text: a file
-    megabytes: int = 500  # prepare: of text
+    save: str = ''  # races: folder for race.csv
+    text: str = ''  # own-text: text file
+    megabytes: int = 500  # prepare: size of the text
 
     def supports_minutes(self):
         return True  # own-text
@@ -77,29 +78,32 @@ class CompareConfig(TrainConfig):
 
 
 def own_text(config, _):
-    """Bits a byte over the validation text, of the best checkpoint after config.minutes: nanoGPT's
-    CPU recipe on characters, with as many iterations as fit; config/own_text.py; and what xz -9e
-    takes for the validation text after the training text."""
+    """Bits per byte of the validation text, for the best checkpoint after config.minutes: nanoGPT's
+    CPU recipe on characters with as many iterations as fit, and config/own_text.py; and for xz -9e,
+    what the validation text adds to the compressed training text."""
     with tempfile.TemporaryDirectory() as folder:
-        for name, *options in (['ours'], ['theirs', '--tokenizer=char']):
+        for name, *options in (['plainGPT'], ['nanoGPT', '--tokenizer=char']):
             run_and_watch(['prepare.py', 'text', Path(config.text).resolve(), *options,
                            f'--data_dir={folder}/{name}'], ROOT)
-        data = open_dataset(f'{folder}/ours')
+        data = open_dataset(f'{folder}/plainGPT')
         train, val = (data.tokenizer().decode(stream.read(0, len(stream)).tolist()).encode()
                       for stream in (data.split('train'), data.split('val')))
-        before, after = (len(lzma.compress(given, preset=9 | lzma.PRESET_EXTREME))
-                         for given in (train, train + val))
-        print(f'xz -9e: {8 * (after - before) / len(val):.4f} bits a byte', flush=True)
-        theirs = train_nanogpt(config, f'{folder}/theirs', f'{folder}/nanogpt')
-        began = time.perf_counter()
-        train_once(['config/own_text.py', f'--dataset={folder}/ours', '--device=cpu',
+        added = xz_size(train + val) - xz_size(train)
+        print(f'xz -9e: {8 * added / len(val):.4f} bits per byte', flush=True)
+        nanogpt_s = train_nanogpt(config, f'{folder}/nanoGPT', f'{folder}/out-nanogpt')
+        start_time = time.perf_counter()
+        train_once(['config/own_text.py', f'--dataset={folder}/plainGPT', '--device=cpu',
                     f'--minutes={config.minutes}'], f'{folder}/out')
-        ours = time.perf_counter() - began
+        plaingpt_s = time.perf_counter() - start_time
         for name, seconds, model in (
-                ('theirs', theirs, f'--init_from={folder}/nanogpt/ckpt.pt'),
-                ('ours', ours, f'--out_dir={folder}/out')):
+                ('nanoGPT', nanogpt_s, f'--init_from={folder}/out-nanogpt/ckpt.pt'),
+                ('plainGPT', plaingpt_s, f'--out_dir={folder}/out')):
             score = score_whole_split(model, f'{folder}/{name}.json', f'{folder}/{name}', 'best')
-            print(f'{name}: {score["bits_per_byte"]:.4f} bits a byte after {seconds:.0f} s')
+            print(f'{name}: {score["bits_per_byte"]:.4f} bits per byte after {seconds:.0f} s')
+
+
+def xz_size(text):
+    return len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME))
 
 
 def train_nanogpt(config, dataset, out):
@@ -107,12 +111,13 @@ def train_nanogpt(config, dataset, out):
     with open(Path(dataset, 'meta.pkl'), 'wb') as f:
         pickle.dump({'vocab_size': open_dataset(dataset).vocab_size}, f)
 
-    def run(iters):
+    def train(iters):
         return run_and_watch([*CPU_RECIPE, f'--dataset={dataset}', f'--out_dir={out}',
                               f'--max_iters={iters}', f'--lr_decay_iters={iters}'], config.nanogpt)
-    curve = run(500).curve  # it evaluates every 250
-    begin, step = curve[0][0], (curve[2][0] - curve[0][0]) / 500
-    return run(math.floor((60 * config.minutes - begin) / step)).seconds
+    curve = train(500).curve  # with an evaluation every 250 iterations
+    startup_s = curve[0][0]
+    iteration_s = (curve[2][0] - curve[0][0]) / 500
+    return train(math.floor((60 * config.minutes - startup_s) / iteration_s)).seconds
 
 
 # -----------------------------------------------------------------------------
@@ -153,12 +158,14 @@ runpy.run_path(sys.argv[0], run_name='__main__')
 
 
 def write_corpus(folder, megabytes):
-    """A Parquet file of real text: the source of Python and of all installed packages, in parts as
-    long as a web page. A number in front makes repeated parts differ."""
+    """Write a Parquet file of real text: the source of Python and of all installed packages, in
+    documents as long as a web page. A leading number makes repeated documents differ."""
     import pyarrow
     import pyarrow.parquet
-    texts, paths = [], [path for name in ('stdlib', 'purelib') for path in
-                        sorted(Path(sysconfig.get_paths()[name]).rglob('*.py'))]
+    paths = []
+    for name in ('stdlib', 'purelib'):
+        paths += sorted(Path(sysconfig.get_paths()[name]).rglob('*.py'))
+    texts = []
     for number, path in enumerate(cycle(paths)):
         text = path.read_bytes().decode('utf-8', 'ignore')
         texts += [f'{number} {text[i:i + 5000]}' for i in range(0, len(text), 5000)]
@@ -170,88 +177,91 @@ def write_corpus(folder, megabytes):
 
 
 def prepare(config, _):
-    """Text → GPT-2 tokens on the same cores: the recipe that nanoGPT's openwebtext/prepare.py made
-    known, and prepare.py."""
+    """Text → GPT-2 tokens with all cores: the recipe of nanoGPT's openwebtext/prepare.py, and ours.
+    """
     cores = len(os.sched_getaffinity(0))
     times = {"nanoGPT's recipe": [], 'prepare.py': [], 'prepare.py without gigatoken': []}
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder, 'corpus')
         write_corpus(corpus, config.megabytes)
         for i in range(config.rounds):
-            theirs, ours = Path(folder, f'recipe-{i}'), Path(folder, f'prepare-{i}')
-            theirs.mkdir()
+            recipe_dir, data_dir = Path(folder, f'recipe-{i}'), Path(folder, f'prepare-{i}')
+            recipe_dir.mkdir()
             argv = ['prepare.py', 'hf', corpus, '--val_fraction=0.0005']
             for name, command in (
-                    ("nanoGPT's recipe", ['-c', RECIPE, corpus, theirs, str(cores)]),
-                    ('prepare.py', [*argv, f'--data_dir={ours}']),
+                    ("nanoGPT's recipe", ['-c', RECIPE, corpus, recipe_dir, str(cores)]),
+                    ('prepare.py', [*argv, f'--data_dir={data_dir}']),
                     ('prepare.py without gigatoken',
-                     ['-c', WITHOUT_GIGATOKEN, *argv, f'--data_dir={ours}-without'])):
+                     ['-c', WITHOUT_GIGATOKEN, *argv, f'--data_dir={data_dir}-without'])):
                 times[name].append(run_and_watch(command, ROOT).seconds)
-        tokens, same = (sum(path.stat().st_size for path in place.glob('*.bin')) // 2
-                        for place in (ours, theirs))
-    if tokens != same:
-        sys.exit(f'{tokens:,} tokens, but {same:,} by the recipe')
+        tokens, recipe_tokens = (sum(path.stat().st_size for path in place.glob('*.bin')) // 2
+                                 for place in (data_dir, recipe_dir))
+    if tokens != recipe_tokens:
+        sys.exit(f'prepare.py wrote {tokens:,} tokens, the recipe {recipe_tokens:,}')
     print(f'{config.megabytes} MB of text, {cores} cores')
     for name, seconds in times.items():
         print(f'{median(seconds):8.2f} s {tokens / median(seconds) / 1e6:6.2f}M tokens/s  {name}  '
-              f'({", ".join(f"{t:.2f}" for t in seconds)})')
+              f'({", ".join(f"{s:.2f}" for s in seconds)})')
 
 
 # -----------------------------------------------------------------------------
 # generation
 
-PROMPT, NEW = 64, 256  # tokens
-SHAPES = {'124M': GPTConfig(), 'baby': GPTConfig(256, 65, 6, 6, 384, bias=False)}
+PROMPT_TOKENS, NEW_TOKENS = 64, 256
+MODELS = {'124M': GPTConfig(), 'baby': GPTConfig(256, 65, 6, 6, 384, bias=False)}
 
 
-def build_generators(shape, device, batch, folder):
-    """→ {name: function that generates}, tokens in each row. All have the same weights."""
+def build_generators(gpt_config, device, batch_size, folder):
+    """→ ({name: function that generates}, new tokens per row). All use the same weights."""
     from transformers import AutoModelForCausalLM, GenerationConfig
     torch.manual_seed(0)
-    model = GPT(shape).eval()
+    model = GPT(gpt_config).eval()
     write_hf(folder, model, ByteTokenizer())
-    prompt = torch.randint(0, shape.vocab_size, (batch, PROMPT))
-    n = min(NEW, shape.block_size - PROMPT)
+    prompt = torch.randint(0, gpt_config.vocab_size, (batch_size, PROMPT_TOKENS))
+    n = min(NEW_TOKENS, gpt_config.block_size - PROMPT_TOKENS)
     sampling = GenerationConfig(max_new_tokens=n, min_new_tokens=n, do_sample=True, top_k=200,
                                 temperature=0.8, pad_token_id=0)
-    found = {}
-    for dtype in ('float32', 'bfloat16'):
-        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-        theirs.to(device).eval()
-        found[f'transformers {dtype}'] = lambda theirs=theirs: theirs.generate(
-            prompt.to(device), attention_mask=torch.ones_like(prompt).to(device),
-            generation_config=sampling)
-        ours = deepcopy(model).to(device)
-        context = prepare_for_generation(ours, device, dtype)
 
-        def ours_generates(ours=ours, context=context, compiled=None):
-            with context:
-                generate(ours, prompt.tolist(), n, temperature=0.8, top_k=200, compiled=compiled)
-        found[f'plainGPT {dtype}'] = ours_generates
-        if device.type == 'cuda' and dtype == 'bfloat16':  # the round that compiles is not the best
-            found[f'plainGPT {dtype} compiled'] = partial(ours_generates,
-                                                          compiled=CompiledStep(ours))
-    return found, n
+    def generate_hf(hf_model):
+        hf_model.generate(prompt.to(device), attention_mask=torch.ones_like(prompt).to(device),
+                          generation_config=sampling)
+
+    def generate_plain(gpt, context, compiled=None):
+        with context:
+            generate(gpt, prompt.tolist(), n, temperature=0.8, top_k=200, compiled=compiled)
+
+    generators = {}
+    for dtype in ('float32', 'bfloat16'):
+        hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        generators[f'transformers {dtype}'] = partial(generate_hf, hf_model.to(device).eval())
+        gpt = deepcopy(model).to(device)
+        context = prepare_for_generation(gpt, device, dtype)
+        generators[f'plainGPT {dtype}'] = partial(generate_plain, gpt, context)
+        if device.type == 'cuda' and dtype == 'bfloat16':  # the best time excludes compilation
+            generators[f'plainGPT {dtype} compiled'] = partial(generate_plain, gpt, context,
+                                                               CompiledStep(gpt))
+    return generators, n
 
 
 def generation(config, _):
-    """The best time of each program, reading the prompt included."""
+    """The best time of each program, including the prompt."""
     device, _ = choose_device(config.device)
-    for (name, shape), batch in product(SHAPES.items(), (1, 8)):
+    for (model_name, gpt_config), batch_size in product(MODELS.items(), (1, 8)):
         with tempfile.TemporaryDirectory() as folder:
-            functions, n = build_generators(shape, device, batch, Path(folder))
-            times = {who: [] for who in functions}
-            for _, (who, function) in product(range(config.rounds), functions.items()):
-                began = time.perf_counter()
-                function()
-                synchronize(device)
-                times[who].append(time.perf_counter() - began)
-        print(f'{name}, batch {batch}: {n} tokens after {PROMPT}')
+            generators, n = build_generators(gpt_config, device, batch_size, Path(folder))
+            times = {name: [] for name in generators}
+            for _ in range(config.rounds):
+                for name, generate_once in generators.items():
+                    start_time = time.perf_counter()
+                    generate_once()
+                    synchronize(device)
+                    times[name].append(time.perf_counter() - start_time)
+        print(f'{model_name}, batch {batch_size}: {n} tokens after {PROMPT_TOKENS}')
         base = min(times['transformers float32'])
-        for who, seconds in times.items():
+        for name, seconds in times.items():
             best = min(seconds)
-            print(f'  {who:<24}{1e3 * best / n:8.2f} ms a token {batch * n / best:9.1f} tokens/s '
-                  f'{base / best:6.2f}x', flush=True)
+            print(f'  {name:<24}{1e3 * best / n:8.2f} ms per token '
+                  f'{batch_size * n / best:9.1f} tokens/s {base / best:6.2f}x', flush=True)
 
 
 COMPARISONS = {'race': race, 'race-gpu': race_gpu, 'equality': equality, 'picture': picture,
@@ -265,13 +275,14 @@ def main(argv):
     if len(names) != 1:
         raise UserError(f'name one comparison: {", ".join(COMPARISONS)}')
     if names[0] in ('race', 'race-gpu', 'equality', 'own-text') and not config.nanogpt:
-        raise UserError("say where nanoGPT's code is: --nanogpt=FOLDER")
+        raise UserError(f'{names[0]} needs the code of nanoGPT: add --nanogpt=FOLDER')
     if names[0] == 'own-text' and not (config.text and config.minutes):
-        raise UserError('say which text, and for how long: notes.txt --minutes=5')
+        raise UserError('own-text needs a text and a time, such as: notes.txt --minutes=5')
     if config.save:
         make_writable(config.save, 'save')
-    own = ('--nanogpt=', '--rounds=', '--save=', '--dataset=')
-    COMPARISONS[names[0]](config, [arg for arg in options if not arg.startswith(own)])
+    own_options = ('--nanogpt=', '--rounds=', '--save=', '--dataset=')
+    train_options = [arg for arg in options if not arg.startswith(own_options)]
+    COMPARISONS[names[0]](config, train_options)
 
 
 if __name__ == '__main__':

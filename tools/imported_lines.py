@@ -1,4 +1,4 @@
-"""Which files of ours a command loads, and how many lines they have.
+"""List the files of this project that a command imports, with their numbers of lines.
 
     python tools/imported_lines.py train.py config/quickstart.py
 """
@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 root = Path(__file__).resolve().parents[1]
-sys.path[0], sys.argv = str(root), sys.argv[1:]
+sys.path[0] = str(root)
+sys.argv = sys.argv[1:]
 try:
     runpy.run_path(str(root / sys.argv[0]), run_name='__main__')
 finally:

@@ -1,4 +1,4 @@
-"""Checks of learning: weights, the loss, its gradient, a step, and what a checkpoint keeps."""
+"""Checks of learning: the parameters, the loss, its gradient, a step, a checkpoint round trip."""
 
 import math
 from contextlib import nullcontext
@@ -11,12 +11,12 @@ from torch.nn.functional import cross_entropy
 
 from model import GPT
 from plaingpt.checks.model_checks import (
-    NEARLY_SAME,
-    SAME,
+    LOOSE_TOLERANCE,
+    TOLERANCE,
     NotChecked,
+    check_length,
     largest_change,
     random_tokens,
-    short,
 )
 from plaingpt.parallel.blocks import parameters_on_meta
 from plaingpt.system.devices import rng_state
@@ -26,43 +26,46 @@ from plaingpt.training.evaluation import mean_loss
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.step import Step
 
-# Nats by which a new model's loss may be above ln(vocab), and how many more for each channel: the
-# logits of GPT-2's initialization have a variance of 0.02² · channels, and half of that adds to the
+# How far a new model's loss may be from ln(vocab_size) in nats: a constant and a term per channel,
+# as the logits of GPT-2's initialization have variance 0.02² · n_embd, and half of it adds to the
 # loss. "Verify loss at init": Karpathy 2019, A Recipe for Training Neural Networks
 INITIAL_LOSS, INITIAL_LOSS_PER_CHANNEL = 0.3, 0.0004
-# Predicted falls of the loss, in nats; a smaller one is tried where the loss curves strongly.
-PREDICTED_FALLS = (5e-3, 5e-4)
+# Predicted decreases of the loss in nats. The smaller one is tried if the loss curves strongly.
+PREDICTED_DECREASES = (5e-3, 5e-4)
 GRADIENT_ERROR = 0.01  # relative; ours is 0.0003
 
 
-def listed(names):
+def join_names(names):
     names = list(names)
-    return ', '.join(names[:4]) + (f' and {len(names) - 4} more' if len(names) > 4 else '')
+    more = f' and {len(names) - 4} more' if len(names) > 4 else ''
+    return ', '.join(names[:4]) + more
 
 
 # -----------------------------------------------------------------------------
-# the weights
+# the parameters
 
 
 def every_parameter_is_trainable(run):
-    held = {id(p) for group in run.step.optimizer.param_groups for p in group['params']}
+    groups = run.step.optimizer.param_groups
+    optimized = {id(p) for group in groups for p in group['params']}
     for name, p in run.model.named_parameters():
         if p.dtype != torch.float32:
-            return f'{name} is {p.dtype}, not float32: most updates would be rounded away'
-        if id(p) not in held or not p.requires_grad:
+            return f'{name} is {p.dtype}, not float32: most updates would round to zero'
+        if id(p) not in optimized or not p.requires_grad:
             return f'{name} is not trainable: requires_grad is False, or no optimizer has it'
 
 
 def model_matches_its_config(run):
-    """A checkpoint keeps the parameters. To load it, a GPT is built from its config."""
+    """A checkpoint stores parameters. To load it, GPT(config) must have the same ones."""
     with parameters_on_meta():
         loaded = GPT(run.model.config)
-    held, wanted = ({name: tuple(p.shape) for name, p in model.named_parameters()}
-                    for model in (run.model, loaded))
-    differ = [name for name in {**held, **wanted} if held.get(name) != wanted.get(name)]
-    if differ:
+    shapes, expected = ({name: tuple(p.shape) for name, p in model.named_parameters()}
+                        for model in (run.model, loaded))
+    differing = [name for name in {**shapes, **expected}
+                 if shapes.get(name) != expected.get(name)]
+    if differing:
         return (f'a checkpoint could not be loaded, because GPT(config) differs in '
-                f'{listed(differ)}; change it in model.py, behind a field of GPTConfig')
+                f'{join_names(differing)}; change it in model.py, behind a field of GPTConfig')
 
 
 # -----------------------------------------------------------------------------
@@ -70,7 +73,7 @@ def model_matches_its_config(run):
 
 
 def evaluate(run, idx, targets):
-    """→ the loss of a batch as the run's evaluations measure it"""
+    """→ the loss of a batch, computed as in the run's evaluations"""
     loader = SimpleNamespace(eval_batches=lambda n: [None],
                              eval_batch=lambda starts: (idx, targets))
     run.model.train()
@@ -79,33 +82,39 @@ def evaluate(run, idx, targets):
 
 def initial_loss_is_about_ln_vocab_size(run):
     config = run.model.config
-    tokens = random_tokens(run.model, 4, short(run.model) + 1) % config.vocab_size
-    loss, expected = evaluate(run, tokens[:, :-1], tokens[:, 1:]), math.log(config.vocab_size)
-    margin = INITIAL_LOSS + INITIAL_LOSS_PER_CHANNEL * config.n_embd
-    if not (abs(loss - expected) <= margin if run.start.from_scratch else math.isfinite(loss)):
+    tokens = random_tokens(run.model, 4, check_length(run.model) + 1) % config.vocab_size
+    loss = evaluate(run, tokens[:, :-1], tokens[:, 1:])
+    expected = math.log(config.vocab_size)
+    margin = math.inf  # of pretrained weights the loss must just be finite
+    if run.start.from_scratch:
+        margin = INITIAL_LOSS + INITIAL_LOSS_PER_CHANNEL * config.n_embd
+    if not math.isfinite(loss) or abs(loss - expected) > margin:
         return f'the initial loss is {loss:.2f} instead of about ln(vocab_size) = ' \
                f'{expected:.2f}; look at the initialization, and at how the loss is averaged'
 
 
 def evaluation_loss_matches_the_logits(run):
-    """Compare the evaluated loss with the cross-entropy of the logits that sampling uses, or with
-    some label smoothing. The only target is the last one, which one shift more would lose."""
-    model, idx = run.model, random_tokens(run.model, 2)
+    """Compare the evaluation loss with the cross-entropy of the logits used for sampling, allowing
+    for label smoothing. The last position is the only target: shifting twice would lose it."""
+    model = run.model
+    idx = random_tokens(run.model, 2)
     model.eval()
     with run.step.autocast, torch.no_grad():
         logits = model.logits(model.hidden(idx)[:, -1]).float()  # (B, V)
     targets = torch.full_like(idx, -1)
     targets[:, -1] = likeliest = logits.argmax(dim=-1)
-    loss, again = evaluate(run, idx, targets), evaluate(run, idx, targets)
+    loss = evaluate(run, idx, targets)
+    repeated_loss = evaluate(run, idx, targets)
     if not model.training:
         return 'dropout stays off after an evaluation; model.train() is not called'
-    if abs(loss - again) > SAME * abs(loss):
-        return 'two evaluations of a batch differ: is dropout on, as model.eval() is not called?'
+    if abs(loss - repeated_loss) > TOLERANCE * abs(loss):
+        return 'two evaluations of the same batch differ; is model.eval() called, to turn off ' \
+               'dropout?'
     lowest, highest = (cross_entropy(logits, likeliest, label_smoothing=smoothing).item()
                        for smoothing in (0.0, 0.2))
-    if not lowest * (1 - NEARLY_SAME) <= loss <= highest * (1 + NEARLY_SAME):
-        return f'the evaluation loss is {loss:.4f}, but the cross-entropy of the logits that ' \
-               f'sampling uses is {lowest:.4f}; is one of them shifted or scaled?'
+    if not lowest * (1 - LOOSE_TOLERANCE) <= loss <= highest * (1 + LOOSE_TOLERANCE):
+        return f'the evaluation loss is {loss:.4f}, but the cross-entropy of the logits used for ' \
+               f'sampling is {lowest:.4f}; is one of them shifted or scaled?'
 
 
 # -----------------------------------------------------------------------------
@@ -113,46 +122,51 @@ def evaluation_loss_matches_the_logits(run):
 
 
 def gradients_of(model, tokens, micro_steps=1):
-    """tokens (B, T + 1), in micro-batches → {name: gradient of their mean loss}, 0 where none is"""
+    """tokens (B, T + 1), split into micro-batches → {name: gradient of the mean loss}; zeros for
+    parameters that the loss does not depend on"""
     torch.manual_seed(0)
     model.train()
-    loss = sum(model(part[:, :-1], part[:, 1:])[1] for part in tokens.chunk(micro_steps))
-    weights = dict(model.named_parameters())
-    found = torch.autograd.grad(loss / micro_steps, list(weights.values()), allow_unused=True,
-                                materialize_grads=True)
-    return dict(zip(weights, found, strict=True))
+    loss = 0.0
+    for micro_batch in tokens.chunk(micro_steps):
+        loss = loss + model(micro_batch[:, :-1], micro_batch[:, 1:])[1]
+    parameters = dict(model.named_parameters())
+    gradients = torch.autograd.grad(loss / micro_steps, list(parameters.values()),
+                                    allow_unused=True, materialize_grads=True)
+    return dict(zip(parameters, gradients, strict=True))
 
 
 def every_parameter_gets_a_gradient(run):
-    """With as many sequences as a batch has, so that each expert of a mixture gets a token."""
-    found = gradients_of(run.model, random_tokens(
-        run.model, max(2, run.config.batch_size), short(run.model) + 1))
-    silent = [name for name, g in found.items() if not g.any() or not g.isfinite().all()]
-    if silent:
-        return f'no finite gradient reaches {listed(silent)}; look for a detach or unused output'
+    """Uses as many sequences as a batch has, so that each expert of a mixture gets a token."""
+    tokens = random_tokens(run.model, max(2, run.config.batch_size), check_length(run.model) + 1)
+    gradients = gradients_of(run.model, tokens)
+    bad = [name for name, g in gradients.items() if not g.any() or not g.isfinite().all()]
+    if bad:
+        return f'no finite gradient reaches {join_names(bad)}; look for a detach or an unused ' \
+               'output'
 
 
 def gradients_match_finite_differences(run):
-    """Step along the gradient: the loss must fall as far as the gradient predicts (a central
+    """Step along the gradient: the loss must decrease as the gradient predicts (central
     difference)."""
-    model, tokens = run.model, random_tokens(run.model, 2, short(run.model) + 1)
+    model = run.model
+    tokens = random_tokens(run.model, 2, check_length(run.model) + 1)
     gradients = gradients_of(model, tokens)
-    square = sum(float(g.norm())**2 for g in gradients.values())
+    squared_norm = sum(float(g.norm())**2 for g in gradients.values())
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     @torch.no_grad()
-    def loss_after(fall):
+    def loss_after(decrease):
         torch.manual_seed(0)
         for name, p in model.named_parameters():
-            p.copy_(weights[name] - fall / square * gradients[name])
+            p.copy_(weights[name] - decrease / squared_norm * gradients[name])
         return model(tokens[:, :-1], tokens[:, 1:])[1].item()
 
-    for predicted in PREDICTED_FALLS:
-        fall = loss_after(-predicted / 2) - loss_after(predicted / 2)
-        loss_after(0)  # puts the weights back
-        if abs(fall - predicted) <= GRADIENT_ERROR * predicted:
+    for predicted in PREDICTED_DECREASES:
+        decrease = loss_after(-predicted / 2) - loss_after(predicted / 2)
+        loss_after(0)  # restores the weights
+        if abs(decrease - predicted) <= GRADIENT_ERROR * predicted:
             return None
-    return f'gradients do not match finite differences: a step lowers the loss by {fall:.3g} ' \
+    return f'gradients do not match finite differences: a step lowers the loss by {decrease:.3g} ' \
            f'instead of {predicted:.3g}; look for a detach, or a wrong custom backward pass'
 
 
@@ -161,49 +175,56 @@ def gradients_match_finite_differences(run):
 
 
 def step_follows_the_gradient(run):
-    """Compare a step of the training loop, of two micro-batches, with a plain one."""
-    model, tokens = run.model, random_tokens(run.model, 4, short(run.model) + 1)
+    """Compare a training step of two micro-batches with gradients computed directly."""
+    model = run.model
+    tokens = random_tokens(run.model, 4, check_length(run.model) + 1)
     gradients = gradients_of(model, tokens, micro_steps=2)
-    batches = [(part[:, :-1], part[:, 1:]) for part in tokens.chunk(2)]
+    batches = [(rows[:, :-1], rows[:, 1:]) for rows in tokens.chunk(2)]
     scaler = torch.amp.GradScaler(run.device.type, enabled=False)
     step = Step(model, run.step.optimizer, scaler, nullcontext(), run.config.grad_clip, 2)
-    torch.manual_seed(0)  # both draw the same random numbers
+    torch.manual_seed(0)  # the same dropout as in gradients_of
     step.forward_backward(iter(batches))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
-        found = torch.zeros_like(p) if p.grad is None else p.grad
-        if largest_change(found, gradients[name]) > NEARLY_SAME:
+        gradient = torch.zeros_like(p) if p.grad is None else p.grad
+        if largest_change(gradient, gradients[name]) > LOOSE_TOLERANCE:
             return f'the gradient of {name} after two micro-batches is not that of their mean loss'
     step.update(run.config.learning_rate)
     if any(p.grad is not None and p.grad.any() for p in model.parameters()):
         return 'gradients remain after a step: zero_grad is not called'
-    if not sum(float(((p.detach() - before[name]) * gradients[name]).sum())
-               for name, p in model.named_parameters()) < 0:
-        return 'a step does not follow the gradient: the weights stay, or move uphill'
+    slope = sum(float(((p.detach() - before[name]) * gradients[name]).sum())
+                for name, p in model.named_parameters())
+    if not slope < 0:
+        return 'a step does not follow the gradient: weights do not change, or the loss goes up'
 
 
 def checkpoint_round_trip_works(run):
-    """Save the small model after its step, and load it: all must be the same."""
-    torch.manual_seed(1)  # weights that are not loaded, but drawn again, differ
+    """Save and load the small model after its step: everything must be the same."""
+    torch.manual_seed(1)  # so that weights which are initialized but not loaded differ
     with TemporaryDirectory() as folder:
         saver = Saver(folder)
         saver.save(run.model, run.step.optimizer, {'iter_num': 1}, rng_state(torch.device('cpu')))
         if saver.failed:
             raise NotChecked(f'cannot write to {folder}')
         try:
-            found = open_checkpoint(next(Path(folder, 'checkpoints').iterdir()))
-            loaded = GPT(found.config).to(run.device)
-            found.load_into(loaded)
-            again = build_optimizer(loaded, run.config)
-            found.load_optimizer(again, loaded)
+            checkpoint = open_checkpoint(next(Path(folder, 'checkpoints').iterdir()))
+            loaded = GPT(checkpoint.config).to(run.device)
+            checkpoint.load_into(loaded)
+            loaded_optimizer = build_optimizer(loaded, run.config)
+            checkpoint.load_optimizer(loaded_optimizer, loaded)
         except UserError as problem:
-            return f'a saved model cannot be loaded: {problem}'
-    with torch.no_grad():
-        before, after = ({'its logits': gpt.eval()(random_tokens(gpt, 2))[0], **gpt.state_dict(),
-                          **optimizer_tensors(optimizer, gpt)} for gpt, optimizer in
-                         ((run.model, run.step.optimizer), (loaded, again)))
-    lost = [name for name in before if name not in after
-            or not torch.equal(before[name], after[name])]
-    if lost:
-        return f'a saved model differs after loading in {listed(lost)}; it is not a parameter, ' \
+            return f'a checkpoint round trip fails: {problem}'
+    before = tensors_of(run.model, run.step.optimizer)
+    after = tensors_of(loaded, loaded_optimizer)
+    differing = [name for name in before if name not in after
+                 or not torch.equal(before[name], after[name])]
+    if differing:
+        return f'a checkpoint round trip changes {join_names(differing)}; it is not a parameter, ' \
                'not in the optimizer state, or a weight that is no longer tied'
+
+
+@torch.no_grad()
+def tensors_of(model, optimizer):
+    """{name: tensor} of all that a checkpoint must restore"""
+    logits, _ = model.eval()(random_tokens(model, 2))
+    return {'the logits': logits, **model.state_dict(), **optimizer_tensors(optimizer, model)}

@@ -1,4 +1,4 @@
-"""The speed of training's own step on a device: for bench.py, and in a few seconds for plan.py."""
+"""Time training steps on a device: for bench.py, and within seconds for plan.py."""
 
 import statistics
 import time
@@ -10,7 +10,7 @@ import torch
 from model import GPT
 from plaingpt.data.corpora import find_dataset_size
 from plaingpt.data.dataset import has_token_files, open_dataset_spec
-from plaingpt.experiments.runs import markdown, number
+from plaingpt.experiments.runs import format_number, markdown
 from plaingpt.parallel.blocks import apply_activation_checkpointing, compile_blocks
 from plaingpt.system.devices import autocast, device_name, mfu, peak_memory_bytes, synchronize
 from plaingpt.system.formatting import gib, short
@@ -20,97 +20,109 @@ from plaingpt.training.open_weights import gpt_config_from_weights
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.step import Step
 
-WARMUP_STEPS = 3  # not counted
-PATIENCE_S = 3.0  # what a micro-batch may take in a plan
-MOST_FLOPS = 2e12  # of a sequence that a CPU is timed with: some 20 s on two cores
-FAST_S = 0.25  # what takes less is timed five times, and else once
+WARMUP_STEPS = 3  # not timed
+MAX_MICRO_BATCH_S = 3.0  # in a plan, longer micro-batches are estimated from one sequence
+MAX_CPU_FLOPS = 2e12  # per sequence, to be timed on a CPU: about 20 s on two cores
+FAST_S = 0.25  # calls faster than this are timed five times, slower ones once
 
 
-def planned_shape(config, start):
-    """The GPTConfig of a run, before its dataset is prepared too → (it, tokens of the dataset or
-    None, where they are known from). Raises UserError where the model cannot start this run."""
+def planned_gpt_config(config, start):
+    """→ (GPTConfig of a run, tokens of its dataset or None, source of that number). The dataset
+    need not be prepared. Raises UserError if the run cannot start from its model."""
     vocab_size, tokens, source = find_dataset_size(config.dataset, config.vocab_size)
     if start.from_scratch:
         return config.gpt_config(vocab_size), tokens, source
     dataset = None
     if has_token_files(config.dataset):
         dataset = open_dataset_spec(config.dataset, config.vocab_size)
-    shape = gpt_config_from_weights(config, start.weights, dataset)
-    return replace(shape, block_size=config.block_size), tokens, source
+    gpt_config = gpt_config_from_weights(config, start.weights, dataset)
+    return replace(gpt_config, block_size=config.block_size), tokens, source
 
 
-def new_step(shape, config, device, dtype, compile=False):
-    """→ a Step of a new GPT on this device, with one micro-batch; and the GPT"""
-    gpt = GPT(shape).to(device)
+def new_step(gpt_config, config, device, dtype, compile=False):
+    """→ (Step of one micro-batch for a new GPT on this device, the GPT)"""
+    gpt = GPT(gpt_config).to(device)
     gpt.loss_function = chunked_cross_entropy
     use_cpu_attention(gpt)
     apply_activation_checkpointing(gpt, config.activation_checkpointing)
     if compile == 'blocks':
         compile_blocks(gpt)
+    model = torch.compile(gpt) if compile is True else gpt
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
-    return Step(torch.compile(gpt) if compile is True else gpt, build_optimizer(gpt, config),
-                scaler, autocast(device, dtype), config.grad_clip), gpt
+    step = Step(model, build_optimizer(gpt, config), scaler, autocast(device, dtype),
+                config.grad_clip)
+    return step, gpt
 
 
 def time_step(step, batches, lr):
-    """Make a step → (seconds of its micro-batches, seconds of the update)."""
+    """Take a step → (seconds of its micro-batches, seconds of the update)."""
     device = next(step.model.parameters()).device
-    return timed(device, step.forward_backward, batches), timed(device, step.update, lr)
+    micro_batches_s = time_call(device, step.forward_backward, batches)
+    update_s = time_call(device, step.update, lr)
+    return micro_batches_s, update_s
 
 
-def timed(device, function, *arguments):
-    """→ the seconds that a call takes"""
+def time_call(device, function, *args):
+    """→ the seconds that a call takes, including its work on the device"""
     synchronize(device)
-    began = time.perf_counter()
-    function(*arguments)
+    start_time = time.perf_counter()
+    function(*args)
     synchronize(device)
-    return time.perf_counter() - began
+    return time.perf_counter() - start_time
 
 
-def typical(work):
-    """The median of the seconds that `work()` returns, after a call that warms up."""
-    _, *seconds = work(), work()
+def median_seconds(measure):
+    """The median of several calls of `measure`, which returns seconds, after one warmup call."""
+    measure()
+    seconds = [measure()]
     if seconds[0] < FAST_S:
-        seconds += [work() for _ in range(4)]
+        seconds += [measure() for _ in range(4)]
     return statistics.median(seconds)
 
 
-def random_batches(shape, batch_size, device):
-    """Yield the same random tokens again and again: (idx, targets), each (B, T) on the device."""
-    return repeat(torch.randint(shape.vocab_size, (2, batch_size, shape.block_size),
-                                device=device).unbind())
+def random_batches(gpt_config, batch_size, device):
+    """Repeat one batch of random tokens forever: (idx, targets), each (B, T) on the device."""
+    tokens = torch.randint(gpt_config.vocab_size, (2, batch_size, gpt_config.block_size),
+                           device=device)
+    return repeat(tokens.unbind())
 
 
-def estimate_step(shape, config, device, dtype):
-    """Seconds of a step on this device. One sequence is timed in place of a micro-batch that would
-    take long; None where even that would."""
-    step, gpt = new_step(shape, config, device, dtype)
-    if device.type == 'cpu' and gpt.flops_per_token() * shape.block_size > MOST_FLOPS:
+def estimate_step(gpt_config, config, device, dtype):
+    """Seconds of a step on this device. If a micro-batch would take long, one sequence is timed
+    instead; None if even that would."""
+    step, gpt = new_step(gpt_config, config, device, dtype)
+    sequence_flops = gpt.flops_per_token() * gpt_config.block_size
+    if device.type == 'cpu' and sequence_flops > MAX_CPU_FLOPS:
         return None
 
-    def step_in(sequences):
-        batches = random_batches(shape, sequences, device)
-        micro_steps = config.step_sequences() / sequences
+    def time_with(batch_size):
+        batches = random_batches(gpt_config, batch_size, device)
+        micro_steps = config.step_sequences() / batch_size
 
-        def work():
-            micro_s, update_s = time_step(step, batches, config.learning_rate)
-            return micro_steps * micro_s + update_s
-        return typical(work)
+        def measure():
+            micro_batch_s, update_s = time_step(step, batches, config.learning_rate)
+            return micro_steps * micro_batch_s + update_s
+        return median_seconds(measure)
 
-    seconds = step_in(1)
-    is_long = seconds > PATIENCE_S * config.accumulation()
-    return seconds if is_long else step_in(config.batch_size)
+    seconds = time_with(1)
+    if seconds > MAX_MICRO_BATCH_S * config.accumulation():
+        return seconds
+    return time_with(config.batch_size)
 
 
-def measure_speed(config, shape, device, dtype, compile):
-    """Time whole steps of training on random tokens → (a row of numbers, its table). config:
-    bench.py's"""
-    step, gpt = new_step(shape, config, device, dtype, compile)
+def measure_speed(config, gpt_config, device, dtype, compile):
+    """Time training steps on random tokens → (a row of results, a Markdown table). config: of
+    bench.py"""
+    step, gpt = new_step(gpt_config, config, device, dtype, compile)
     step.micro_steps = config.accumulation()
-    batches = random_batches(shape, config.batch_size, device)
-    seconds = [sum(time_step(step, batches, config.learning_rate))
-               for _ in range(WARMUP_STEPS + config.steps)][WARMUP_STEPS:]
-    step_s, tokens = statistics.median(seconds), config.step_tokens()
+    batches = random_batches(gpt_config, config.batch_size, device)
+    seconds = []
+    for i in range(WARMUP_STEPS + config.steps):
+        step_s = sum(time_step(step, batches, config.learning_rate))
+        if i >= WARMUP_STEPS:
+            seconds.append(step_s)
+    step_s = statistics.median(seconds)
+    tokens = config.step_tokens()
     flops_per_s = gpt.flops_per_token() * tokens / step_s
     row = {'parameters': gpt.num_parameters(), 'dtype': dtype, 'compile': compile,
            'optimizer': config.optimizer, 'micro_steps': config.accumulation(),
@@ -118,11 +130,12 @@ def measure_speed(config, shape, device, dtype, compile):
            'step_ms': 1e3 * step_s, 'min_ms': 1e3 * min(seconds), 'max_ms': 1e3 * max(seconds),
            'tokens_per_s': tokens / step_s, 'mfu': mfu(flops_per_s, device_name(device), dtype),
            'peak_memory_bytes': peak_memory_bytes(device)}
-    what = (f'{row["parameters"]:,} parameters, {dtype}, {"compiled" if compile else "eager"}, '
-            f'{config.optimizer}, {config.accumulation()} × {config.batch_size} × '
-            f'{config.block_size} random tokens a step')
-    return row, what + '\n\n' + markdown(
-        ['ms a step', 'fastest', 'slowest', 'tokens/s', 'MFU', 'peak memory'],
-        [[*(f'{row[key]:.1f}' for key in ('step_ms', 'min_ms', 'max_ms')),
-          short(row['tokens_per_s']), number('.1%', row['mfu']),
-          gib(row['peak_memory_bytes']) if row['peak_memory_bytes'] else '–']])
+    header = (f'{row["parameters"]:,} parameters, {dtype}, {"compiled" if compile else "eager"}, '
+              f'{config.optimizer}, {config.accumulation()} × {config.batch_size} × '
+              f'{config.block_size} random tokens per step')
+    peak_memory = gib(row['peak_memory_bytes']) if row['peak_memory_bytes'] else '–'
+    table = markdown(
+        ['ms per step', 'fastest', 'slowest', 'tokens/s', 'MFU', 'peak memory'],
+        [[f'{row["step_ms"]:.1f}', f'{row["min_ms"]:.1f}', f'{row["max_ms"]:.1f}',
+          short(row['tokens_per_s']), format_number('.1%', row['mfu']), peak_memory]])
+    return row, f'{header}\n\n{table}'

@@ -1,7 +1,7 @@
-"""Where the rows of metrics.jsonl go beside the file: Weights & Biases, Trackio, TensorBoard.
+"""Metrics backends, which get the rows of metrics.jsonl: Weights & Biases, Trackio, TensorBoard.
 
-A backend is a class with a name, Backend(config, run, run_id), log(row) and close(), and an entry
-in BACKENDS. What it raises stops no run: it is left out from then on, with a warning.
+A backend is a class with a name, Backend(config, run, run_id), log(row) and close(), listed in
+BACKENDS. A backend that raises does not stop the run: it is dropped with a warning.
 """
 
 import shutil
@@ -12,12 +12,13 @@ from plaingpt.system.formatting import one_line
 
 
 def numbers(row):
-    return {key: x for key, x in row.items() if key not in ('iter', 'sample') and x is not None}
+    return {key: value for key, value in row.items()
+            if key not in ('iter', 'sample') and value is not None}
 
 
 class Wandb:
-    """A resumed run goes on with the same wandb run, whose server knows which rows it has. One that
-    went back begins a new one, since the server takes no step twice."""
+    """A resumed run continues the same wandb run, whose server knows which rows it has. A run that
+    went back to an earlier checkpoint starts a new one, since wandb rejects repeated steps."""
 
     name = 'wandb'
 
@@ -25,10 +26,12 @@ class Wandb:
         import wandb
         notes = None
         if run_id and run.get('went_back_to'):
-            notes, run_id = f'from iteration {run["went_back_to"]} of run {run_id}', None
+            notes = f'from iteration {run["went_back_to"]} of run {run_id}'
+            run_id = None
         self.run = wandb.init(project=config.wandb_project, name=config.wandb_run_name,
                               notes=notes, config=run['config'], id=run_id, resume='allow')
-        self.id, self.close = self.run.id, self.run.finish
+        self.id = self.run.id
+        self.close = self.run.finish
 
     def log(self, row):
         if row['iter'] >= self.run.starting_step:
@@ -36,21 +39,22 @@ class Wandb:
 
 
 class Trackio:
-    """A resumed run begins a new one there, and sends all rows to it."""
+    """A resumed run starts a new Trackio run and sends all rows to it."""
 
     name = 'trackio'
 
     def __init__(self, config, run, run_id):
         import trackio
         trackio.init(config.wandb_project, name=config.wandb_run_name, config=run['config'])
-        self.trackio, self.close = trackio, trackio.finish
+        self.trackio = trackio
+        self.close = trackio.finish
 
     def log(self, row):
         self.trackio.log(numbers(row), step=row['iter'])
 
 
 class TensorBoard:
-    """Event files in out_dir/tensorboard. A resumed run writes them anew."""
+    """Event files in out_dir/tensorboard. A resumed run rewrites them."""
 
     name = 'tensorboard'
 
@@ -70,11 +74,13 @@ BACKENDS = {'wandb': Wandb, 'trackio': Trackio, 'tensorboard': TensorBoard}
 
 
 def open_backends(config, run, run_id):
-    """Start those of config.log_to and wandb_log=True; one that cannot start is left out.
+    """Start the backends of log_to and wandb_log. Those that fail to start are skipped.
 
-    run: facts of the run; run_id: of the wandb run to continue, or None
+    run: the contents of run.json; run_id: the wandb run to continue, or None
     """
-    names = ['wandb'] * config.wandb_log + [name for name in config.log_to.split(',') if name]
+    names = [name for name in config.log_to.split(',') if name]
+    if config.wandb_log:
+        names.insert(0, 'wandb')
     backends = []
     for name in dict.fromkeys(names):
         try:

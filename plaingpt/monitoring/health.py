@@ -1,11 +1,11 @@
-"""Look inside the model while it trains: does every block learn, and at a healthy rate?
+"""Health metrics of the model during training: does every block learn, and at a healthy rate?
 
 Rank 0 measures gradients before the optimizer's step and how far it moves the weights. Then it runs
-the eager model on a few validation sequences, without gradients; the compiled one is left alone.
+the eager model on a few validation sequences without gradients; the compiled model is not used.
 
     health/grad_norm/h.3        norm of the gradient of block 3, before clipping; also of wte, …
     health/update_ratio/h.3     norm of the update of its matrices / norm of the matrices
-    health/attention_logit/h.3  largest absolute logit that a softmax of attention sees
+    health/attention_logit/h.3  largest absolute attention logit, before the softmax
     health/activation_rms/h.3   RMS of the residual stream after the block
 """
 
@@ -19,24 +19,24 @@ from torch.overrides import TorchFunctionMode
 
 from plaingpt.system.distributed import all_reduce_norms, is_sharded, local_rows
 
-TOKENS = 4096  # at most, in the pass without gradients
-SAMPLE = 2**16  # elements of a matrix that stand for all when an update is measured
+TOKENS = 4096  # of the forward pass, at most
+SAMPLE = 2**16  # elements of each matrix whose update is measured
 
 
 def rms(x):
     return x.float().square().mean().sqrt()
 
 
-# Measures of blocks: name → function(x (B, T, C), which leaves the block) → health/NAME/h.3
+# Metrics of a block: name → function of its output x (B, T, C); logged as health/NAME/h.3
 MEASURES = {'activation_rms': rms}
 
 
 class ActivationRecorder(TorchFunctionMode):
-    """Keeps what flows through a GPT's blocks while it is open.
+    """A context that records the activations of a GPT's blocks.
 
-    streams: the residual stream before the first block and after each, (B, T, C)
-    attention: (block, arguments of F.scaled_dot_product_attention) of each call, whose query and
-    key have been rotated and normalized already
+    streams: the residual stream before the first block and after each block, (B, T, C)
+    attention: (block, args, kwargs) of each call of F.scaled_dot_product_attention; queries and
+    keys are already rotated and normalized
     """
 
     def __init__(self, model):
@@ -65,8 +65,8 @@ class ActivationRecorder(TorchFunctionMode):
 
 def attention_logits(b, h, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
                      scale=None, enable_gqa=False):
-    """Arguments of F.scaled_dot_product_attention → the logits of a head in a sequence, (T, S),
-    -inf where masked. A head at a time, for they take much memory."""
+    """Arguments of F.scaled_dot_product_attention → the logits (T, S) of head h in sequence b, with
+    -inf where masked. All heads at once would take too much memory."""
     (B, H, T, D), S = query.shape, key.size(2)
     k = key[b, h * key.size(1) // H]  # (S, D)
     logits = (query[b, h] @ k.T).float() * (D**-0.5 if scale is None else scale)
@@ -79,22 +79,27 @@ def attention_logits(b, h, query, key, value, attn_mask=None, dropout_p=0.0, is_
 
 
 def largest_logit(query, *args, **kwargs):
-    """The largest absolute logit that is not masked."""
-    return torch.stack([
-        logits.masked_fill(logits == -math.inf, 0).abs().amax() for logits in (
-            attention_logits(b, h, query, *args, **kwargs)
-            for b, h in product(range(query.size(0)), range(query.size(1))))]).amax()
+    """The largest absolute attention logit that is not masked."""
+    B, H = query.shape[:2]
+    maxima = []
+    for b, h in product(range(B), range(H)):
+        logits = attention_logits(b, h, query, *args, **kwargs)
+        maxima.append(logits.masked_fill(logits == -math.inf, 0).abs().amax())
+    return torch.stack(maxima).amax()
 
 
 class Health:
-    """Measures `model` (neither compiled nor wrapped) at iteration 1 and every `interval`. If it is
-    sharded, all processes measure.
+    """Measures `model` (neither compiled nor wrapped) at iteration 1 and at multiples of `interval`
+    (0: never). If the model is sharded, all processes measure.
 
-    loader: of the validation split, whose first sequences are read; interval=0: never
+    loader: of the validation split, whose first sequences are used
     """
 
     def __init__(self, model, interval, loader, context):
-        self.model, self.interval, self.loader, self.context = model, interval, loader, context
+        self.model = model
+        self.interval = interval
+        self.loader = loader
+        self.context = context
         self.mesh = next((p.device_mesh for p in model.parameters() if is_sharded(p)), None)
 
     def due(self, iter_num):
@@ -102,67 +107,68 @@ class Health:
 
     @contextmanager
     def around_update(self, iter_num, scaler):
-        """The gradient is clipped and the weights updated inside, for update `iter_num`."""
+        """A context in which update `iter_num` clips the gradient and changes the weights."""
         if not self.due(iter_num):
             yield
             return
         named = list(self.model.named_parameters())
         grads = block_norms([(name, p.new_zeros(1) if p.grad is None else p.grad)
                              for name, p in named], self.mesh)
-        # The gains of norms, near 1, would hide every change of the matrices.
+        # The weights of norms, near 1, would hide the changes of the matrices.
         matrices = [(name, p) for name, p in named if p.dim() >= 2]
         before = [(name, sample_rows(p).clone()) for name, p in matrices]
-        scale = scaler.get_scale()  # the gradients are multiplied by it still
+        scale = scaler.get_scale()  # the gradients are not unscaled yet
         yield
-        moved = block_norms([(name, sample_rows(p) - old) for (name, p), (_, old)
-                             in zip(matrices, before, strict=True)], self.mesh)
-        sizes = block_norms(before, self.mesh)
-        self.found = {**{f'grad_norm/{name}': norm / scale for name, norm in grads.items()},
-                      **{f'update_ratio/{name}': moved[name] / (sizes[name] + 1e-12)
-                         for name in moved}}
+        updates = block_norms([(name, sample_rows(p) - old) for (name, p), (_, old)
+                               in zip(matrices, before, strict=True)], self.mesh)
+        weights = block_norms(before, self.mesh)
+        self.update_metrics = {f'grad_norm/{name}': norm / scale for name, norm in grads.items()}
+        for name, norm in updates.items():
+            self.update_metrics[f'update_ratio/{name}'] = norm / (weights[name] + 1e-12)
 
     @torch.no_grad()
     def measure(self, model):
-        """→ {'health/…': number} after an update that was due. Waits for the device, once.
-        model: with all of the weights; this one is where it is not sharded"""
+        """→ {'health/…': number} after an update that was due. Synchronizes once with the device.
+        model: with all the weights; `self.model` unless that is sharded"""
         starts = self.loader.eval_batches(self.loader.batch_size)[0]
         idx = self.loader.eval_batch(starts)[0][:max(1, TOKENS // self.loader.block_size)]  # (B, T)
         model.eval()
-        with ActivationRecorder(model) as seen, self.context:
+        with ActivationRecorder(model) as recorder, self.context:
             model.hidden(idx)
         model.train()
-        found = {**self.found, **{f'attention_logit/h.{i}': largest_logit(*args, **kwargs)
-                                  for i, args, kwargs in seen.attention}}
-        for i, x in enumerate(seen.streams[1:]):
-            if isinstance(x, torch.Tensor):  # a changed block may return more
-                found |= {f'{name}/h.{i}': measure(x) for name, measure in MEASURES.items()}
-        values = torch.stack([value.float() for value in found.values()]).tolist()
+        metrics = dict(self.update_metrics)
+        for i, args, kwargs in recorder.attention:
+            metrics[f'attention_logit/h.{i}'] = largest_logit(*args, **kwargs)
+        for i, x in enumerate(recorder.streams[1:]):
+            if isinstance(x, torch.Tensor):  # a modified block may return a tuple
+                for name, measure in MEASURES.items():
+                    metrics[f'{name}/h.{i}'] = measure(x)
+        values = torch.stack([value.float() for value in metrics.values()]).tolist()
         return {f'health/{name}': float(f'{value:.5g}')
-                for name, value in zip(found, values, strict=True)}
+                for name, value in zip(metrics, values, strict=True)}
 
 
 def block_name(name):
-    """'transformer.h.3.mlp.c_fc.weight' → 'h.3', 'transformer.wte.weight' → 'wte'. A block's value
-    embedding, 'value_embedding.3', is not among its matrices: as wte it grows at a rate of its
-    own."""
-    parts = name.removeprefix('transformer.').split('.')
-    if 'value_embedding' in parts:
-        return f'value_embedding.{parts[1]}'
-    return '.'.join(parts[:2]) if parts[0] == 'h' else parts[0]
+    """'transformer.h.3.mlp.c_fc.weight' → 'h.3', 'transformer.wte.weight' → 'wte'. The value
+    embedding of a block, 'value_embedding.3', is separate: like wte it has its own update rate."""
+    path = name.removeprefix('transformer.').split('.')
+    if 'value_embedding' in path:
+        return f'value_embedding.{path[1]}'
+    return '.'.join(path[:2]) if path[0] == 'h' else path[0]
 
 
 @torch.no_grad()
 def block_norms(tensors, mesh=None):
-    """[(name of a parameter, tensor)] → {block: norm of its tensors as one vector}. mesh: of the
-    processes, where each has some rows of the tensors"""
+    """[(parameter name, tensor)] → {block: norm over all its tensors}. mesh: the device mesh of
+    sharded tensors"""
     blocks = {}
     for name, tensor in tensors:
         blocks.setdefault(block_name(name), []).append(local_rows(tensor)[0].float().norm())
-    norms = torch.stack([torch.stack(of_block).norm() for of_block in blocks.values()])
+    norms = torch.stack([torch.stack(tensor_norms).norm() for tensor_norms in blocks.values()])
     return dict(zip(blocks, all_reduce_norms(norms, mesh) if mesh else norms, strict=True))
 
 
 def sample_rows(p):
-    """Rows of a matrix that this process has, evenly spread, with about SAMPLE elements."""
-    mine, _ = local_rows(p.detach())
-    return mine[::max(1, mine.numel() // SAMPLE)]
+    """About SAMPLE elements of a matrix: evenly spaced rows of this process's shard."""
+    rows, _ = local_rows(p.detach())
+    return rows[::max(1, rows.numel() // SAMPLE)]

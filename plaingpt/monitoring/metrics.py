@@ -1,7 +1,7 @@
-"""The numbers of a run → the console, metrics.jsonl and the backends of config.log_to.
+"""Metrics of a run → the console, metrics.jsonl and the backends of config.log_to.
 
-run_record.py says what is in the file, which is the truth. The console says the same, and the
-backends copy it: a resumed run trims it to its checkpoint and sends all of it again.
+metrics.jsonl (see run_record.py) is the source of truth. Backends get a copy: a resumed run trims
+the file to its checkpoint and sends all rows again.
 """
 
 import math
@@ -20,25 +20,28 @@ from plaingpt.system.formatting import one_line, short
 
 
 class Metrics:
-    """Where the numbers of a train.Run go, and its clock. Ranks other than 0 write nothing.
+    """Logs the metrics of a train.Run and keeps its clock. Only rank 0 writes.
 
-    record: the facts of the run; backends: what open_backends returned
+    record: the contents of run.json; backends: from open_backends
     bytes_per_token: of the evaluated text, or None; elapsed_s: training time before a resume
     """
 
     def __init__(self, run, record, backends=(), bytes_per_token=None, elapsed_s=0.0):
-        self.run, self.record, self.device = run, record, run.device
+        self.run = run
+        self.record = record
+        self.device = run.device
         self.path = None if run.config.is_read_only else Path(run.config.out_dir, 'metrics.jsonl')
         self.quiet = not run.world.is_main
-        self.backends, self.bytes_per_token = list(backends), bytes_per_token
+        self.backends = list(backends)
+        self.bytes_per_token = bytes_per_token
         self.flops_per_token = run.model.flops_per_token() / run.world.size  # on each device
-        self.began = time.perf_counter() - elapsed_s
+        self.start_time = time.perf_counter() - elapsed_s
         self.rows = []
-        self.diagnosed = set()  # names of what was printed already
-        self.bar = tqdm(disable=True)  # the last line of a terminal
+        self.diagnosed = set()  # names of the diagnoses printed so far
+        self.bar = tqdm(disable=True)
 
     def begin(self, iter_num):
-        """Start the clock of steps. The rows of a resumed run go to the backends."""
+        """Start timing steps. Sends the rows of a resumed run to the backends."""
         if not self.quiet and self.path:
             self.rows = read_rows(self.path)
             for row in self.rows:
@@ -48,50 +51,53 @@ class Metrics:
         self.bar = tqdm(total=None if config.minutes else config.max_iters, initial=iter_num,
                         desc='compiling' if self.record['compile'] else 'training', leave=False,
                         dynamic_ncols=True, disable=True if self.quiet else None)
-        self.lap_iter, self.lap_began = iter_num, time.perf_counter()
+        self.lap_iter = iter_num
+        self.lap_start = time.perf_counter()
 
     def elapsed_s(self):
-        """Seconds since the run began, those before a resume included."""
-        return time.perf_counter() - self.began
+        """Seconds of training, including those before a resume."""
+        return time.perf_counter() - self.start_time
 
     def at(self, iter_num):
-        """What every row begins with, after `iter_num` updates."""
+        """The keys common to all rows, after `iter_num` updates."""
         return {'iter': iter_num, 'tokens': self.run.train_data.tokens_before(iter_num),
                 'elapsed_s': round(self.elapsed_s(), 3)}
 
     @contextmanager
-    def paused(self, what):
-        """A context: time spent in it does not count as step time, and a terminal shows `what`.
-        What a device has still to do of the steps before does count: it is waited for first."""
+    def paused(self, activity):
+        """A context whose time is excluded from the step time. The progress bar shows `activity`.
+        It first waits for the device, since queued steps do count."""
         synchronize(self.device)
-        began = time.perf_counter()
-        self.bar.set_description(what)
-        with phase(what):
+        paused_at = time.perf_counter()
+        self.bar.set_description(activity)
+        with phase(activity):
             yield
         self.bar.set_description('training')
-        self.lap_began += time.perf_counter() - began
+        self.lap_start += time.perf_counter() - paused_at
 
     def step(self, iter_num, loss, lr, grad_norm):
-        """Log update number `iter_num`. loss and grad_norm may be tensors: reading them waits
-        for the device, so call this on logged steps only."""
+        """Log update number `iter_num`. loss and grad_norm may be tensors. Reading them waits for
+        the device, so call this only for logged steps."""
         loss, grad_norm = float(loss), float(grad_norm)
         now = time.perf_counter()
-        step_s = (now - self.lap_began) / (iter_num - self.lap_iter)  # since the last logged step
-        self.lap_iter, self.lap_began = iter_num, now
+        step_s = (now - self.lap_start) / (iter_num - self.lap_iter)  # since the last logged step
+        self.lap_iter = iter_num
+        self.lap_start = now
         tokens_per_s = self.run.config.step_tokens() / step_s
-        used = mfu(self.flops_per_token * tokens_per_s, device_name(self.device), self.run.dtype)
-        columns = [f'loss {loss:.4f}', f'lr {lr:.2e}', f'grad {grad_norm:.2f}',
-                   f'{step_s * 1e3:.{0 if step_s >= 0.1 else 1}f} ms',
+        utilization = mfu(self.flops_per_token * tokens_per_s, device_name(self.device),
+                          self.run.dtype)
+        step_ms = f'{step_s * 1e3:.0f}' if step_s >= 0.1 else f'{step_s * 1e3:.1f}'
+        columns = [f'loss {loss:.4f}', f'lr {lr:.2e}', f'grad {grad_norm:.2f}', f'{step_ms} ms',
                    f'{short(tokens_per_s)} tok/s']
         if self.device.type == 'cuda':
-            columns.append('mfu n/a' if used is None else f'mfu {used:.1%}')
+            columns.append('mfu n/a' if utilization is None else f'mfu {utilization:.1%}')
         self.bar.set_description(f'loss {loss:.4f}')
         self._print_columns(iter_num, *columns)
         self.write(iter_num, loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_s=tokens_per_s,
-                   mfu=used, peak_memory_bytes=peak_memory_bytes(self.device))
+                   mfu=utilization, peak_memory_bytes=peak_memory_bytes(self.device))
 
     def evaluation(self, iter_num, train_loss, val_loss, val_stderr, best, sample=None):
-        """Log an evaluation after `iter_num` updates, and print what now looks wrong.
+        """Log an evaluation after `iter_num` updates, and print new diagnoses.
         val_stderr: the standard error of val_loss"""
         values = {'train_loss': train_loss, 'val_loss': val_loss, 'val_bpb': None}
         columns = [f'train loss {train_loss:.4f}', f'val loss {val_loss:.4f}']
@@ -109,9 +115,9 @@ class Metrics:
         self.write(iter_num, **values)
         self._diagnose()
 
-    def benchmark(self, iter_num, name, scores, quote):
-        """Log the scores of a benchmark, {name: number}; quote: the same for people."""
-        self._print_columns(iter_num, f'{name}: {quote}')
+    def benchmark(self, iter_num, name, scores, formatted):
+        """Log the scores of a benchmark, {name: number}. formatted: the scores as text"""
+        self._print_columns(iter_num, f'{name}: {formatted}')
         self.write(iter_num, **{f'{name}_{key}': value for key, value in scores.items()})
 
     def print(self, line):
@@ -120,11 +126,11 @@ class Metrics:
             print_line(line)
 
     def wandb_id(self):
-        """Of the wandb run that a resumed run continues, or None."""
+        """The id of the wandb run, which a resumed run continues, or None."""
         return next((backend.id for backend in self.backends if backend.name == 'wandb'), None)
 
     def close(self):
-        """Print what looks wrong and close the backends."""
+        """Print new diagnoses and close the backends."""
         self.bar.close()
         if self.path:
             self._diagnose()
@@ -136,11 +142,12 @@ class Metrics:
         self.print(' | '.join([f'iter {iter_num:>{width}}', *columns]))
 
     def write(self, iter_num, **values):
-        """A row of these values, after `iter_num` updates."""
+        """Append a row with these values, after `iter_num` updates."""
         if self.quiet:
             return
-        row = {**self.at(iter_num),
-               **{key: x if isinstance(x, str) else finite(x) for key, x in values.items()}}
+        row = self.at(iter_num)
+        for key, value in values.items():
+            row[key] = value if isinstance(value, str) else finite(value)
         self.rows.append(row)
         if self.path:
             append_line(self.path, row)
@@ -150,18 +157,18 @@ class Metrics:
         for backend in list(self.backends):
             self._call(backend, backend.log, row)
 
-    def _call(self, backend, method, *arguments):
+    def _call(self, backend, method, *args):
         try:
-            method(*arguments)
+            method(*args)
         except Exception as e:  # a backend may raise anything, and must not stop the run
             self.backends.remove(backend)
-            self.print(f'warning: no more numbers go to {backend.name} ({one_line(e)}); '
-                       f'{self.path} has them all')
+            self.print(f'warning: {backend.name} failed ({one_line(e)}): logging continues without '
+                       f'it; {self.path} has all metrics')
 
     def _diagnose(self):
         if self.quiet:
             return
-        for name, found in diagnose(self.rows, self.record).items():
+        for name, text in diagnose(self.rows, self.record).items():
             if name not in self.diagnosed:
                 self.diagnosed.add(name)
-                self.print(f'diagnosis: {found}')
+                self.print(f'diagnosis: {text}')

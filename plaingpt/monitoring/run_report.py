@@ -1,75 +1,82 @@
-"""report.md and loss.png: what came of a run, in sentences and as curves. Without torch."""
+"""report.md and loss.png: the results of a run in sentences and as curves. Needs no torch."""
 
 import io
 import textwrap
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 from plaingpt.monitoring.diagnosis import diagnose
 from plaingpt.monitoring.references import compare, read_band
 from plaingpt.monitoring.run_record import column, read_rows, rows_with
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import write_atomically
-from plaingpt.system.formatting import duration, one_line, printable
+from plaingpt.system.formatting import GIB, duration, one_line, printable
 
-# What is drawn below the losses: title → key of a row, or how the keys of all blocks begin
-PANELS = {'learning rate': 'lr', 'gradient norm': 'grad_norm', 'tokens a second': 'tokens_per_s',
-          'memory, bytes': 'peak_memory_bytes',
-          'update / weight of blocks': 'health/update_ratio/h.',
-          'gradient norm of blocks': 'health/grad_norm/h.',
-          'RMS of activations': 'health/activation_rms/h.',
-          'largest attention logit': 'health/attention_logit/h.'}
+# Panels below the losses: title → key of a row, or the common prefix of the keys of all blocks
+PANELS = {'learning rate': 'lr', 'gradient norm before clipping': 'grad_norm',
+          'tokens per second': 'tokens_per_s', 'peak memory (GiB)': 'peak_memory_bytes',
+          'update-to-weight ratio per block': 'health/update_ratio/h.',
+          'gradient norm per block': 'health/grad_norm/h.',
+          'activation RMS per block': 'health/activation_rms/h.',
+          'largest attention logit per block': 'health/attention_logit/h.'}
 
 # -----------------------------------------------------------------------------
 # sentences
 
 
 def write_report(out_dir, run, print_line):
-    """Write out_dir/loss.png and report.md. What fails is said in a line: the run came to its end.
-    run: the facts of run.json"""
+    """Write out_dir/loss.png and report.md. A failure prints a warning, since the run is complete.
+    run: the contents of run.json"""
     out_dir = Path(out_dir)
     rows = read_rows(out_dir / 'metrics.jsonl')
-    for name, write in (
-            ('loss.png', lambda path: draw_runs([(out_dir.name, rows)], path, read_band(run))),
-            ('report.md', lambda path: write_atomically(path, printable(
-                format_report(out_dir, rows, run))))):
+
+    def write_picture(path):
+        draw_runs([(out_dir.name, rows)], path, read_band(run))
+
+    def write_text(path):
+        write_atomically(path, printable(format_report(out_dir, rows, run)))
+
+    for name, write in (('loss.png', write_picture), ('report.md', write_text)):
         try:
             write(out_dir / name)
         except Exception as e:
-            print_line(f'warning: no {name}: {one_line(e)}')
+            print_line(f'warning: {name} was not written: {one_line(e)}')
     if (out_dir / 'report.md').exists():
-        print_line(f'{out_dir}/report.md says what came of the run')
+        print_line(f'wrote {out_dir}/report.md (a summary of the run)')
 
 
 def format_report(out_dir, rows, run):
     """The text of report.md."""
-    first, *found = describe(out_dir.name, rows, run)
-    parts = [f'# {out_dir.name}', f'{first}.', *(f'- {each}' for each in found)]
+    progress, *findings = describe(out_dir.name, rows, run)
+    paragraphs = [f'# {out_dir.name}', f'{progress}.', *(f'- {finding}' for finding in findings)]
     if (out_dir / 'loss.png').exists():
-        parts.append('![loss](loss.png)')
+        paragraphs.append('![loss](loss.png)')
     samples = {row['iter']: row['sample'] for row in rows if row.get('sample')}
-    for iter_num in sorted({*list(samples)[:1], *list(samples)[-1:]}):
-        parts += [f'After {iter_num:,} iterations it wrote:',  # indented: it may hold fences itself
-                  textwrap.indent(samples[iter_num], '    ', lambda line: True)]
-    return '\n\n'.join(parts) + '\n'
+    if samples:
+        for iter_num in sorted({min(samples), max(samples)}):
+            # Indented, since the sample may contain code fences.
+            sample = textwrap.indent(samples[iter_num], '    ', lambda line: True)
+            paragraphs += [f'Sample after {iter_num:,} iterations:', sample]
+    return '\n\n'.join(paragraphs) + '\n'
 
 
 def describe(name, rows, run):
-    """→ sentences: where a run stands, what looks wrong, where it lies beside its reference"""
-    # where the run ended, or the last row of one that trains or was killed
-    places = [place for place in (*rows[-1:], run.get('end')) if place]
-    last = max(places, key=lambda place: place['iter'])
-    parts = [f'{name}: iteration {last["iter"]}, {last["tokens"]:,} tokens, '
-             f'{duration(last["elapsed_s"])}']
-    if evaluations := rows_with(rows, 'val_loss'):
+    """→ sentences: the progress of a run, what looks wrong, how it compares with its reference"""
+    # The end of the run, or the last row of one that is still training or was killed.
+    ends = [row for row in (*rows[-1:], run.get('end')) if row]
+    last = max(ends, key=lambda row: row['iter'])
+    progress = [f'{name}: iteration {last["iter"]}, {last["tokens"]:,} tokens, '
+                f'{duration(last["elapsed_s"])}']
+    evaluations = rows_with(rows, 'val_loss')
+    if evaluations:
         best = min(evaluations, key=lambda row: row['val_loss'])
-        error = evaluations[-1].get('val_loss_stderr')
-        parts.append(f'validation {evaluations[-1]["val_loss"]:.4f}'
-                     f'{f" ± {error:.4f}" if error else ""}, at best '
-                     f'{best["val_loss"]:.4f} at iteration {best["iter"]}')
+        stderr = evaluations[-1].get('val_loss_stderr')
+        margin = f' ± {stderr:.4f}' if stderr else ''
+        progress.append(f'validation loss {evaluations[-1]["val_loss"]:.4f}{margin}, '
+                        f'best {best["val_loss"]:.4f} at iteration {best["iter"]}')
     if 'ending' in run:
-        parts.append(run['ending'])
-    return ['; '.join(parts), *diagnose(rows, run).values(), f'{name} {compare(rows, run)}']
+        progress.append(run['ending'])
+    return ['; '.join(progress), *diagnose(rows, run).values(), f'{name} {compare(rows, run)}']
 
 
 # -----------------------------------------------------------------------------
@@ -77,10 +84,10 @@ def describe(name, rows, run):
 
 
 def draw_runs(runs, path, band=(), by_bits=False):
-    """Draw runs, [(name, rows)], into the PNG at `path`, of one run with the band of its reference
-    (references.read_band). by_bits: compare bits a byte, where their tokens differ in length.
+    """Draw runs, [(name, rows)], into the PNG at `path`. A single run is drawn with the band of its
+    reference (references.read_band). by_bits: compare bits per byte, for different tokenizers
 
-    Raises UserError where matplotlib is absent, or no run has a loss yet.
+    Raises UserError if matplotlib is not installed, or no run has a validation loss yet.
     """
     if not any(rows_with(rows, 'val_loss') for _, rows in runs):
         raise UserError('there is nothing to draw yet: no evaluation was made')
@@ -88,88 +95,165 @@ def draw_runs(runs, path, band=(), by_bits=False):
         from matplotlib.figure import Figure
     figure = Figure(figsize=(12, 10), layout='constrained')
     grid = figure.add_gridspec(4, 4)
-    losses = figure.add_subplot(grid[:2, :])
+    loss_axes = figure.add_subplot(grid[:2, :])
     if len(runs) == 1:
-        draw_losses(losses, runs[0][1], band)
+        draw_losses(loss_axes, runs[0][1], band)
     else:
-        compare_losses(losses, runs, 'val_bpb' if by_bits else 'val_loss')
-    use_log_scale(losses)
-    losses.legend(frameon=False)
-    places = [grid[row, place] for row in (2, 3) for place in range(4)]
-    for place, (title, key) in zip(places, PANELS.items(), strict=True):
-        axes = figure.add_subplot(place)
+        compare_losses(loss_axes, runs, 'val_bpb' if by_bits else 'val_loss')
+    use_log_scale(loss_axes, ticks=8)
+    loss_axes.legend(frameon=False)
+    for i, (title, key) in enumerate(PANELS.items()):
+        axes = figure.add_subplot(grid[2 + i // 4, i % 4])
         axes.set_title(title, fontsize='small')
-        draw_panel(axes, runs, key)
+        axes.tick_params(labelsize='small')
+        axes.xaxis.set_major_locator(max_ticks(4))
+        if not key.endswith('.'):
+            draw_panel(axes, runs, key)
+        elif len(runs) == 1:
+            draw_blocks(axes, runs[0][1], key)
+        else:
+            axes.set_title(title.replace('per block', '(median block)'), fontsize='small')
+            compare_blocks(axes, runs, key)
+        if not axes.lines:
+            axes.set_axis_off()  # nothing was logged
     for axes in figure.axes:
         axes.grid(alpha=0.25)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=110, format='png')
-    write_atomically(path, picture.getvalue())
+    png = io.BytesIO()
+    figure.savefig(png, dpi=110, format='png')
+    write_atomically(path, png.getvalue())
 
 
 def draw_losses(axes, rows, band):
     """Training and validation loss of one run."""
     steps, evaluations = rows_with(rows, 'loss'), rows_with(rows, 'val_loss')
-    xs, ys = column(steps, 'iter'), column(steps, 'loss')
-    axes.plot(xs, ys, 'C1', lw=0.8, alpha=0.4)
-    smooth = running_mean(ys)
-    axes.plot(xs, smooth, 'C1', label=f'training {smooth[-1]:.3f}' if steps else None)
-    ys = column(evaluations, 'val_loss')
-    errors = [abs(row.get('val_loss_stderr') or 0.0) for row in evaluations]
-    axes.errorbar(column(evaluations, 'iter'), ys, errors, fmt='C0o-', ms=4, capsize=3,
-                  label=f'validation {ys[-1]:.3f}')
+    if steps:
+        iters, losses = column(steps, 'iter'), column(steps, 'loss')
+        smoothed = running_mean(losses)
+        axes.plot(iters, losses, 'C1', lw=0.8, alpha=0.4)
+        axes.plot(iters, smoothed, 'C1', label=f'training {smoothed[-1]:.3f}')
+    losses = column(evaluations, 'val_loss')
+    stderrs = [abs(row.get('val_loss_stderr') or 0.0) for row in evaluations]
+    axes.errorbar(column(evaluations, 'iter'), losses, stderrs, fmt='C0.-', capsize=2,
+                  elinewidth=0.8, label=f'validation {losses[-1]:.3f} (± standard error)')
     if band:
-        xs, lows, highs = zip(*band, strict=True)
-        axes.fill_between(xs, lows, highs, color='black', alpha=0.15, lw=0,
+        iters, lows, highs = zip(*band, strict=True)
+        axes.fill_between(iters, lows, highs, color='black', alpha=0.15, lw=0,
                           label='reference: 95% of new seeds')
-    axes.set(title='training and validation loss, nats a token', xlabel='iteration')
+    axes.set(title='training and validation loss (nats per token)', xlabel='iteration')
 
 
 def compare_losses(axes, runs, key):
-    """The validation loss of each run. Runs of one name, the seeds of a variant, have one colour.
+    """Validation loss of each run. Runs with the same name, the seeds of a variant, share a color.
     """
-    labelled = set()
+    labeled = set()
     for name, rows in runs:
-        seen = rows_with(rows, key)
-        label = None if name in labelled else name.replace('$', r'\$')
-        labelled.add(name)
-        axes.plot(column(seen, 'tokens'), column(seen, key), '.-', color=colour_of(name, runs),
-                  label=label)
-    unit = 'bits a byte' if key == 'val_bpb' else 'nats a token'
-    axes.set(title=f'validation loss, {unit}', xlabel='tokens')
+        evaluations = rows_with(rows, key)
+        label = None if name in labeled else name.replace('$', r'\$')
+        labeled.add(name)
+        axes.plot(column(evaluations, 'tokens'), column(evaluations, key), '.-',
+                  color=color_of(name, runs), label=label)
+    unit = 'bits per byte' if key == 'val_bpb' else 'nats per token'
+    axes.set(title=f'validation loss ({unit})', xlabel='tokens')
+    axes.xaxis.set_major_formatter(with_suffix)
 
 
-def colour_of(name, runs):
+def color_of(name, runs):
     return f'C{list(dict(runs)).index(name) % 10}'
 
 
-def use_log_scale(axes):
-    """So that the end of a loss is seen beside its beginning."""
-    from matplotlib.ticker import MaxNLocator, NullFormatter
+def max_ticks(n):
+    """A matplotlib locator of at most n intervals between round numbers."""
+    from matplotlib.ticker import MaxNLocator
+    return MaxNLocator(n, steps=[1, 2, 2.5, 5, 10])
+
+
+def use_log_scale(axes, ticks):
+    """A log scale for y, to show the end of a curve in as much detail as its beginning."""
+    from matplotlib.ticker import LogLocator, NullFormatter
     axes.set_yscale('log')
-    axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]))
-    axes.yaxis.set_major_formatter('{x:g}')
+    low, high = axes.get_ylim()
+    if high < 10 * low:
+        locator = max_ticks(ticks)
+    elif high < 100 * low:
+        locator = LogLocator(subs=(1, 2, 5))
+    else:
+        locator = LogLocator(numticks=ticks)
+    axes.yaxis.set_major_locator(locator)
+    axes.yaxis.set_major_formatter('{x:.4g}')
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def running_mean(values):
-    """The mean of each value and its neighbours: a twentieth of all, fewer at the beginning."""
-    reach = len(values) // 40
-    return [mean(values[i - min(i, reach):i + min(i, reach) + 1]) for i in range(len(values))]
+    """The mean of each value and its neighbors: a window of a twentieth of all values, narrower at
+    the ends."""
+    radius = len(values) // 40
+    means = []
+    for i in range(len(values)):
+        reach = min(i, radius)
+        means.append(mean(values[i - reach:i + reach + 1]))
+    return means
 
 
 def draw_panel(axes, runs, key):
-    """What else was logged. Of one run, the lines of its blocks go from dark to light."""
-    from matplotlib import colormaps
+    """One logged number of each run."""
+    unit = GIB if key == 'peak_memory_bytes' else 1
     for name, rows in runs:
-        keys = [key]
-        if key.endswith('.'):
-            keys = list(dict.fromkeys(k for row in rows for k in row if k.startswith(key)))
-            if any(row.get(each) for row in rows for each in keys):  # all are 0 after one step
-                axes.set_yscale('log')
-        for i, each in enumerate(keys):
-            seen, colour = rows_with(rows, each), colour_of(name, runs)
-            if len(keys) > 1 and len(runs) == 1:
-                colour = colormaps['viridis'](0.85 * i / (len(keys) - 1))
-            axes.plot(column(seen, 'iter'), column(seen, each), color=colour, lw=1,
-                      marker='.' if len(seen) == 1 else None)
+        values = [value / unit for value in column(rows, key)]
+        draw_line(axes, column(rows_with(rows, key), 'iter'), values, color=color_of(name, runs))
+    axes.yaxis.set_major_locator(max_ticks(5))
+    if key in ('tokens_per_s', 'peak_memory_bytes') and axes.lines:
+        axes.set_ylim(0, 1.1 * axes.dataLim.ymax)  # from 0: noise should not look like a trend
+    if key == 'tokens_per_s':
+        axes.yaxis.set_major_formatter(with_suffix)
+
+
+def with_suffix(value, _=None):
+    """25000 → '25k', for the labels of an axis."""
+    for size, suffix in ((1e9, 'B'), (1e6, 'M'), (1e3, 'k')):
+        if value >= size:
+            return f'{value / size:g}{suffix}'
+    return f'{value:g}'
+
+
+def draw_line(axes, iters, values, **style):
+    if iters:
+        axes.plot(iters, values, lw=1, marker='.' if len(iters) == 1 else None, **style)
+
+
+def block_curves(rows, prefix):
+    """[(block, iterations, values)] of the numbers whose keys have this prefix, in the order of the
+    blocks. Zeros, such as the gradients of a first step, have no place on a log scale."""
+    keys = {key for row in rows for key in row if key.startswith(prefix)}
+    curves = []
+    for block in sorted(int(key.removeprefix(prefix)) for key in keys):
+        key = f'{prefix}{block}'
+        positive = [row for row in rows if row.get(key)]
+        curves.append((block, column(positive, 'iter'), column(positive, key)))
+    return curves
+
+
+def draw_blocks(axes, rows, prefix):
+    """A line for each block of one run, from dark (the first) to light (the last)."""
+    from matplotlib import colormaps
+    curves = block_curves(rows, prefix)
+    last = len(curves) - 1
+    for i, (block, iters, values) in enumerate(curves):
+        color = colormaps['viridis'](0.85 * i / max(1, last))
+        is_labeled = i in (0, last) or last < 4
+        draw_line(axes, iters, values, color=color, label=f'block {block}' if is_labeled else None)
+    if axes.lines:
+        use_log_scale(axes, ticks=5)
+        axes.legend(frameon=False, fontsize='x-small')
+
+
+def compare_blocks(axes, runs, prefix):
+    """A line for each run: the median over its blocks."""
+    for name, rows in runs:
+        medians = {}
+        for row in rows:
+            values = [value for key, value in row.items() if key.startswith(prefix) and value]
+            if values:
+                medians[row['iter']] = median(values)
+        draw_line(axes, list(medians), list(medians.values()), color=color_of(name, runs))
+    if axes.lines:
+        use_log_scale(axes, ticks=5)

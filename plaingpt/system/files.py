@@ -1,5 +1,4 @@
-"""Files that are whole or absent: atomic writes, checksums, lines of a log; JSON; one process at a
-time in a folder."""
+"""Files: atomic writes, checksums, JSON, appending to logs, and locks on folders."""
 
 import hashlib
 import json
@@ -11,23 +10,23 @@ from pathlib import Path
 from plaingpt.system.errors import UserError, warn
 from plaingpt.system.formatting import shown
 
-ROOT = Path(__file__).resolve().parents[2]  # where train.py, config/ and docs/references/ are
+ROOT = Path(__file__).resolve().parents[2]  # has train.py, config/ and docs/references/
 
 
 def is_hub_name(name):
-    """True for OWNER/NAME, which may be on the Hugging Face hub."""
+    """Whether a name has the form OWNER/NAME of the Hugging Face hub, and is not a local path."""
     return re.fullmatch(r'[\w-][\w.-]*/[\w-][\w.-]*', name) is not None and not Path(name).exists()
 
 
 def write_atomically(path, data):
-    """Write text or bytes under a temporary name, sync, rename: `path` is whole or as it was.
+    """Write text or bytes to a temporary file, sync, rename: `path` is complete or unchanged.
 
-    Raises OSError where the disk refuses, and nothing is left behind then.
+    Raises OSError, and then removes the temporary file.
     """
     path = Path(path)
     temporary = path.with_name(path.name + '.tmp')
     if isinstance(data, str):
-        data = data.encode(errors='backslashreplace')  # a name in it may be no UTF-8
+        data = data.encode(errors='backslashreplace')  # file names may not be UTF-8
     try:
         temporary.write_bytes(data)
         sync(temporary)
@@ -48,21 +47,20 @@ def read_json(path):
 
 
 def refuse_unknown(path, names):
-    """Raise UserError for names in a file of plainGPT that this version does not know, if any."""
+    """Raise UserError if a file of plainGPT has `names` that this version does not know."""
     if names:
-        raise UserError(f'{path} is from another version of plainGPT: it has '
-                        f'{", ".join(sorted(names))}, which this one does not know: use the '
-                        'version that wrote it')
+        raise UserError(f'{path}: written by another version of plainGPT: unknown '
+                        f'{", ".join(sorted(names))}; use the version that wrote it')
 
 
 def append_line(path, value):
-    """Add a JSON object to a .jsonl file, as append_text does."""
+    """Append a JSON object to a .jsonl file, see append_text."""
     append_text(path, json.dumps(value))
 
 
 def append_text(path, line, header=''):
-    """Add a line to a file, in a line of its own even if a kill left half a line. A file that is
-    empty gets the header first. Where the disk refuses, this warns, and the program continues."""
+    """Append a line to a file, starting a new line if the last one is incomplete after a kill. An
+    empty file gets the header first. If writing fails, this warns and continues."""
     try:
         with open(path, 'ab+') as f:
             f.seek(max(0, f.tell() - 1))
@@ -71,13 +69,13 @@ def append_text(path, line, header=''):
                 line = f'{header}\n{line}'
             if last not in (b'', b'\n'):
                 line = f'\n{line}'
-            f.write(f'{line}\n'.encode(errors='backslashreplace'))  # a file name may be no UTF-8
+            f.write(f'{line}\n'.encode(errors='backslashreplace'))  # file names may not be UTF-8
     except OSError as e:
-        warn(f'a line of {path} is lost: {e.strerror}')
+        warn(f'{path}: could not append a line: {e.strerror}')
 
 
 def sync(path):
-    """Wait until a file or folder is on the disk: a crash then leaves no renamed empty file."""
+    """Flush a file or folder to disk, so that a crash does not leave a renamed but empty file."""
     if os.name == 'nt' and path.is_dir():
         return  # Windows cannot sync a directory
     fd = os.open(path, os.O_RDONLY)
@@ -88,34 +86,34 @@ def sync(path):
 
 
 def sha256_of(path):
-    """Checksum of a file, as hexadecimal text. Raises OSError."""
+    """The SHA-256 of a file in hexadecimal. Raises OSError."""
     with open(path, 'rb') as f:
         return hashlib.file_digest(f, 'sha256').hexdigest()
 
 
 def make_writable(folder, key='out_dir'):
-    """Make the folder that `key` names, and see that files can be made in it. Raises UserError."""
+    """Create the folder of setting `key` and check that it is writable. Raises UserError."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         probe = Path(folder, '.writable')
         probe.touch()
         probe.unlink()
     except (OSError, ValueError) as e:  # ValueError: a NUL in the name
-        raise UserError(f'{key}={shown(folder)}: cannot write there: '
+        raise UserError(f'{key}={shown(folder)}: not writable: '
                         f'{getattr(e, "strerror", e)}') from None
 
 
 # -----------------------------------------------------------------------------
-# one process at a time in a folder
+# locks
 
 
 @contextmanager
 def locked(folder, refusal):
-    """Keep other processes out of `folder` while in here. The system frees the lock of a killed
-    process. Raises UserError(refusal) where another process has the lock. Where the file system
-    has no locks, this warns and goes on."""
+    """A context that locks `folder` against other processes. The system releases the lock of a
+    killed process. Raises UserError(refusal) if another process holds it. On a file system without
+    locks, this warns and continues."""
     from filelock import FileLock, Timeout
-    # A soft lock, which is a file, would outlive a process that was killed on another machine.
+    # A soft lock is a file, which would outlive a process killed on another machine.
     lock = FileLock(Path(folder, '.lock'), blocking=False, mode=0o666, fallback_to_soft=False)
     try:
         lock.acquire()
@@ -124,22 +122,21 @@ def locked(folder, refusal):
     except OSError as e:
         if e.filename:  # the file cannot be opened
             raise
-        warn(f'{folder}: this file system has no locks ({e.strerror}): let no other process write '
-             'there')
+        warn(f'{folder}: this file system does not support locks ({e.strerror}): make sure that no '
+             'other process writes there')
     try:
         yield
     finally:
-        with suppress(OSError):  # it is gone, or Windows keeps an open file
+        with suppress(OSError):  # already removed, or still open on Windows
             os.unlink(lock.lock_file)
-        with suppress(OSError):  # the connection is lost
+        with suppress(OSError):  # the file system is disconnected
             lock.release()
 
 
 @contextmanager
 def lock_output_dir(folder):
-    """Make out_dir, see that files can be made in it, and keep other runs out while in here.
-    Raises UserError."""
+    """A context that creates, checks and locks out_dir. Raises UserError."""
     make_writable(folder)
-    with locked(folder, f'out_dir={folder}: a run is writing there: wait until it is done, '
-                        'stop it, or choose another --out_dir'):
+    with locked(folder, f'out_dir={folder}: a run is writing there: wait for it to finish, stop '
+                        'it, or choose another --out_dir'):
         yield

@@ -1,4 +1,4 @@
-"""Numbers, errors and the text of others as people read them."""
+"""Formatting numbers, paths, commands, errors and untrusted text for the console."""
 
 import os
 import re
@@ -11,13 +11,15 @@ from tqdm import tqdm
 GIB = 2**30
 short = tqdm.format_sizeof  # 1234567 → '1.23M'
 
-CONTROLS = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]')  # lone surrogates, too
+# Control characters except tab and newline, and lone surrogates.
+CONTROLS = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]')
 
 
 def setting(value):
-    """A setting's value as people write it: 2.9999999999999997e-05 → '3e-05', 0.9995 as it is."""
-    exact = str(value)
-    return f'{value:.3g}' if isinstance(value, float) and len(exact) > 8 else exact
+    """A setting's value as a user would write it: 2.9999999999999997e-05 → '3e-05'."""
+    if isinstance(value, float) and len(str(value)) > 8:
+        return f'{value:.3g}'
+    return str(value)
 
 
 def duration(seconds):
@@ -25,27 +27,30 @@ def duration(seconds):
     s = round(seconds)
     if s >= 3600:
         return f'{s // 3600}h{s % 3600 // 60:02d}m'
-    return f'{s // 60}m{s % 60:02d}s' if s >= 60 else f'{s}s'
+    if s >= 60:
+        return f'{s // 60}m{s % 60:02d}s'
+    return f'{s}s'
 
 
 def printable(text):
-    r"""Text with control characters written out, '\x1b' for an escape: a terminal shows them and
-    does not obey."""
-    return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+    r"""Text with control characters escaped, such as '\x1b', so that a terminal does not interpret
+    them."""
+    return CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def shown(path):
-    """A path, or another word of users, within a line."""
+    """A path or other user input, escaped to fit on one line."""
     return printable(str(path)).replace('\n', '\\n')
 
 
 def count_of(number, noun):
     """(1, 'byte') → '1 byte', (2000, 'byte') → '2,000 bytes'."""
-    return f'{number:,} {noun}{"" if number == 1 else "s"}'
+    plural = '' if number == 1 else 's'
+    return f'{number:,} {noun}{plural}'
 
 
 def join_halves(text):
-    """→ (text, its UTF-8) where two halves of a character are joined, one alone becomes U+FFFD."""
+    """→ (text, its UTF-8), with surrogate pairs joined and lone surrogates replaced by U+FFFD"""
     try:
         return text, text.encode()
     except UnicodeEncodeError:
@@ -54,31 +59,34 @@ def join_halves(text):
 
 
 def quoted(path):
-    """A path, or another word, as a shell takes it: for commands that a message shows."""
+    """A path or other argument, quoted for the shell, for commands in messages."""
     return shlex.quote(str(path))
 
 
 def command_for(name):
-    """Another command, called as a person called this one: 'python sample.py', 'plaingpt sample' or
-    'python -m plaingpt sample'."""
-    # The variable has the first process's sys.argv[0], for those that it starts.
-    started = Path(os.environ.get('PLAINGPT_STARTED_AS', sys.argv[0]))
-    if started.parts[-2:] == ('plaingpt', '__main__.py'):
+    """Another command, in the form in which the user started this one: 'python sample.py',
+    'plaingpt sample' or 'python -m plaingpt sample'."""
+    # The environment variable passes the user's sys.argv[0] on to subprocesses.
+    started_as = Path(os.environ.get('PLAINGPT_STARTED_AS', sys.argv[0]))
+    if started_as.parts[-2:] == ('plaingpt', '__main__.py'):
         return f'python -m plaingpt {name}'
-    if started.stem == 'plaingpt':
+    if started_as.stem == 'plaingpt':
         return f'plaingpt {name}'
-    script = started.parent / f'{name}.py'
+    script = started_as.parent / f'{name}.py'
     is_elsewhere = script.exists() and script.parent.resolve() != Path.cwd()
     return f'python {quoted(script) if is_elsewhere else script.name}'
 
 
-def one_line(problem):
-    """The first line of an exception's message."""
-    return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+def one_line(error):
+    """The first line of an exception's message, or its type if that is empty."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def gib(size):
-    """1717986918 → '1.60 GiB', less than a tenth of one as MiB, a thousand and more as TiB."""
+    """1717986918 → '1.60 GiB'; below 0.1 GiB in MiB, from 1,000 GiB in TiB."""
     if size >= 1000 * GIB:
         return f'{size / GIB / 1024:,.2f} TiB'
-    return f'{size / GIB:.2f} GiB' if size >= GIB / 10 else f'{size / 2**20:.1f} MiB'
+    if size >= GIB / 10:
+        return f'{size / GIB:.2f} GiB'
+    return f'{size / 2**20:.1f} MiB'

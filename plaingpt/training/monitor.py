@@ -54,8 +54,7 @@ class Monitor:
         self.out_dir = Path(config.out_dir)
         self.resumed_at = run.progress.iter_num if start.resumed else None
         self.writing = run.world.is_main and not config.is_read_only
-        self.record = describe_run(config, run.dataset, run.train_data, run.device, run.dtype,
-                                   run.compile, run.world, start.resumed)
+        self.record = describe_run(run)
         self.record['reference'] = find_reference(self.record, NOT_COMPARED)
         saved_state = start.checkpoint.state if start.resumed else {}
         backends, sketches = [], []

@@ -102,7 +102,7 @@ def test_runs_that_cannot_be_compared_are_an_error(broken, words):
                  minutes=0) for name in ('base', 'change') for seed in (1, 2)]
     rows[3] |= broken
     with pytest.raises(UserError, match=words):
-        runs.verdict(rows, runs.compare(rows))
+        runs.judge_runs(rows, runs.compare(rows))
 
 
 def git(folder, *words):
@@ -115,9 +115,9 @@ def git(folder, *words):
 def test_each_side_reads_its_own_config_files(tmp_path):
     trees, _ = runs.copy_sides('HEAD', tmp_path)
     for tree in trees.values():
-        assert runs.of_side(tree, 'config/tiny.py') == str(tree / 'config/tiny.py')
+        assert runs.in_tree(tree, 'config/tiny.py') == str(tree / 'config/tiny.py')
         assert (tree / 'config/tiny.py').is_file()
-        assert runs.of_side(tree, '--max_iters=3') == '--max_iters=3'
+        assert runs.in_tree(tree, '--max_iters=3') == '--max_iters=3'
 
 
 @needs_git
@@ -138,7 +138,7 @@ def test_what_the_working_tree_changes_is_judged_against_a_commit(length, char_d
     done = subprocess.run([sys.executable, 'bench.py', *words], text=True, cwd=clone,
                           capture_output=True, check=False)
     assert done.returncode in (0, 3, 4), done.stderr
-    rows = list(csv.DictReader(open(tmp_path / 'saved/runs.csv')))
+    rows = list(csv.DictReader(open(tmp_path / 'saved/judge.csv')))
     assert [row['variant'] for row in rows] == ['base', 'change', 'change', 'base']
     assert rows[0]['final_loss'] != rows[1]['final_loss']
     result, = csv.DictReader(open(tmp_path / 'saved/results.tsv'), delimiter='\t')

@@ -34,7 +34,7 @@ def read(words):
 def test_the_grid_is_24_different_runs():
     words = ['--batch_size=8', '--block_size=16', '--total_batch_size=1024', '--vocab_size=65']
     config = load_config(bench.BenchConfig, [*words, '--seeds=1'])
-    grid = {name: read(cell[1337]) for name, cell in bench.words_of(
+    grid = {name: read(cell[1337]) for name, cell in bench.variant_args(
         read_variants('grid', config), config, words).items()}
     assert len({repr(cell) for cell in grid.values()}) == 24
     assert grid['accumulation'].step_tokens() == grid['default'].step_tokens()
@@ -55,7 +55,7 @@ def test_the_ablation_undoes_one_change_at_a_time():
 def test_a_sweep_trains_all_combinations_of_its_values():
     words = ['--sweep=learning_rate=1e-3,2e-3 conv=0,4', '--max_iters=7', '--seeds=2', '--save=x']
     config = load_config(bench.BenchConfig, words)
-    variants = bench.words_of(sweep_variants(config.sweep), config, words)
+    variants = bench.variant_args(sweep_variants(config.sweep), config, words)
     assert list(variants) == ['learning_rate=1e-3, conv=0', 'learning_rate=1e-3, conv=4',
                               'learning_rate=2e-3, conv=0', 'learning_rate=2e-3, conv=4']
     last = variants['learning_rate=2e-3, conv=4']

@@ -51,7 +51,7 @@ from plaingpt.weights import PRETRAINED
 
 # options of torchrun and Slurm in the text
 OF_OTHERS = {'nproc_per_node', 'nnodes', 'rdzv-endpoint', 'rdzv-conf', 'max-restarts', 'requeue',
-             'signal', 'help'}
+             'signal', 'help', 'key'}  # --key=value
 
 
 def settings_of(script):

@@ -204,7 +204,7 @@ def test_out_of_memory_saves_the_steps_before_it(tiny, tmp_path, capsys, monkeyp
 
 
 @pytest.mark.parametrize(('phase', 'module', 'function'), [
-    ('setup', train, 'build_optimizer'), ('preflight', preflight, 'make'),
+    ('setup', train, 'build_optimizer'), ('preflight', preflight, 'run_checks'),
     ('evaluation', train, 'mean_loss'), ('save', checkpoints.Saver, 'save'),
     ('health check', Health, 'measure')])
 def test_out_of_memory_says_where_it_was(tiny, capsys, monkeypatch, phase, module, function):

@@ -30,7 +30,7 @@ from plaingpt.data.text_files import read_text
 from plaingpt.data.tokenizers import IdsTokenizer, token_bytes, vocabulary_of
 from plaingpt.inference import lm_eval_model
 from plaingpt.system.devices import autocast, choose_device, choose_dtype
-from plaingpt.system.distributed import gloo_group, launched_world, print0
+from plaingpt.system.distributed import gloo_group, launched_world, print0, process_group
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
 from plaingpt.training.evaluation import mean_loss
@@ -261,7 +261,6 @@ def main(argv):
     results = {}
     job = nullcontext()
     if world.launched:
-        from plaingpt.system.distributed import process_group
         job = process_group(world, device)
     settings = dict(device=device, rank=world.rank, world_size=world.size)
     with job:

@@ -30,9 +30,11 @@ from plaingpt.system.distributed import (
     StopRequest,
     World,
     all_gather,
+    check_shared,
     gloo_group,
     launched_world,
     print0,
+    process_group,
 )
 from plaingpt.system.errors import phase, run_script
 from plaingpt.system.files import lock_output_dir
@@ -106,7 +108,6 @@ def setup(config, start, world, device, device_why):
     start.share_checkpoint(group)
     torch.manual_seed(config.seed + world.rank)
     if world.size > 1 and not config.is_read_only:
-        from plaingpt.system.distributed import check_shared
         check_shared(Path(config.out_dir), world, group)
     check_tasks(config)  # fail early if a benchmark cannot be loaded
 
@@ -359,7 +360,6 @@ def main(argv):
     devices.choose_compile(config.compile, device)  # fail early if torch.compile is unavailable
     group = nullcontext()
     if world.launched:
-        from plaingpt.system.distributed import process_group
         group = process_group(world, device, config.backend)
     writes_files = world.is_main and not config.is_read_only
     with lock_output_dir(config.out_dir) if writes_files else nullcontext(), group:

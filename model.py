@@ -33,7 +33,7 @@ def swiglu(x):
 
 ACTIVATIONS = {
     'gelu': partial(F.gelu, approximate='tanh'),  # as in GPT-2 (Hendrycks and Gimpel 2016)
-    'gelu_erf': F.gelu,  # exact GELU, as in nanoGPT; several times faster on a CPU
+    'gelu_erf': F.gelu,  # exact GELU, as in nanoGPT; faster on a CPU
     'relu2': relu2,  # max(x, 0)² (So et al. 2021, "Primer")
     'swiglu': swiglu,  # Shazeer 2020
 }
@@ -50,7 +50,7 @@ class GPTConfig:
     n_head: int = 12  # attention heads per block
     n_embd: int = 768  # embedding dimension (channels)
     dropout: float = 0.0  # dropout probability; try 0.1 or more on a small dataset
-    bias: bool = True  # bias in Linears and LayerNorms, as in GPT-2; False: slightly better
+    bias: bool = True  # bias in Linears and LayerNorms, as in GPT-2; False: a bit better and faster
     # model: newer than GPT-2
     rotary: bool = False  # rotary position embeddings instead of learned ones (Su et al. 2021)
     rmsnorm: bool = False  # RMSNorm instead of LayerNorm (Zhang and Sennrich 2019)

@@ -1,6 +1,7 @@
 """Running a script and its console output: results, warnings, progress bars, and for a mistake that
 the user can fix, one line and exit code 2."""
 
+import math
 import os
 import re
 import signal
@@ -61,8 +62,17 @@ def progress_bar(description, total, unit, start=0):
 
 def run_script(main):
     """Run `main(argv)`. A UserError or an OSError is printed as `error: …` on stderr, with exit
-    code 2."""
+    code 2. Ctrl-C ends with exit code 130."""
+    interrupted_at = -math.inf
+
+    def interrupt(*_):
+        nonlocal interrupted_at
+        interrupted_at = time.monotonic()
+        raise KeyboardInterrupt
+
     try:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, interrupt)
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, 'reconfigure'):  # not in a notebook
                 stream.reconfigure(errors='replace', line_buffering=True)
@@ -71,14 +81,14 @@ def run_script(main):
             main(sys.argv[1:])
         sys.stdout.flush()
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # another one would print a traceback
-        print_line('interrupted', sys.stderr)
-        sys.exit(130)
+        exit_interrupted()
     except BrokenPipeError:  # the output was closed, as by `| head`
         discard(sys.stdout)
         sys.exit(1)
     except Exception as e:
         message = explain(e)
+        if message is None and time.monotonic() - interrupted_at < 1:
+            exit_interrupted()  # C code, such as torch.Tensor.copy_, turned Ctrl-C into an error
         if message is None:  # our own bug
             raise
         # If all processes fail alike, only rank 0 prints: torchrun stops the others meanwhile.
@@ -87,6 +97,12 @@ def run_script(main):
         for line in '; '.join([message, *getattr(e, '__notes__', [])]).split('\n'):
             print_line(f'error: {line}', sys.stderr)
         sys.exit(2)
+
+
+def exit_interrupted():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # another one would print a traceback
+    print_line('interrupted', sys.stderr)
+    sys.exit(130)
 
 
 def explain(error):

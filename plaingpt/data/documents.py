@@ -345,8 +345,9 @@ def report_files(paths, skipped):
 def count_extensions(paths):
     """'20 .md, 3 .txt', the most common ones first."""
     extensions = Counter(extension_of(path) or 'without extension' for path in sorted(paths))
-    counts = [f'{n:,} {shown(ending)}' for ending, n in extensions.most_common(MAX_EXTENSIONS)]
-    others = len(paths) - sum(n for _, n in extensions.most_common(MAX_EXTENSIONS))
+    most_common = extensions.most_common(MAX_EXTENSIONS)
+    counts = [f'{n:,} {shown(extension)}' for extension, n in most_common]
+    others = len(paths) - sum(n for _, n in most_common)
     if others:
         counts.append(f'{others:,} others')
     return ', '.join(counts)

@@ -33,7 +33,7 @@ def swiglu(x):
 
 ACTIVATIONS = {
     'gelu': partial(F.gelu, approximate='tanh'),  # as in GPT-2 (Hendrycks and Gimpel 2016)
-    'gelu_erf': F.gelu,  # exact GELU, as in nanoGPT; several times faster on a CPU
+    'gelu_erf': F.gelu,  # exact GELU, as in nanoGPT; faster on a CPU
     'relu2': relu2,  # max(x, 0)² (So et al. 2021, "Primer")
     'swiglu': swiglu,  # Shazeer 2020
 }
@@ -50,7 +50,7 @@ class GPTConfig:
     n_head: int = 12  # attention heads per block
     n_embd: int = 768  # embedding dimension (channels)
     dropout: float = 0.0  # dropout probability; try 0.1 or more on a small dataset
-    bias: bool = True  # bias in Linears and LayerNorms, as in GPT-2; False: slightly better
+    bias: bool = True  # bias in Linears and LayerNorms, as in GPT-2; False: a bit better and faster
     # model: newer than GPT-2
     rotary: bool = False  # rotary position embeddings instead of learned ones (Su et al. 2021)
     rmsnorm: bool = False  # RMSNorm instead of LayerNorm (Zhang and Sennrich 2019)
@@ -155,7 +155,7 @@ def llama3_scaling(frequencies, config):
 def rotate(x, cos, sin):
     """x (B, H, T, D); cos, sin (…, T, D) from rotary_table → (B, H, T, D). A pair of channels
     (a, b) becomes (a·cos − b·sin, b·cos + a·sin)."""
-    swapped = x.roll(x.size(-1) // 2, dims=-1)  # (a, b) → (b, a)
+    swapped = x.roll(x.size(-1) // 2, dims=-1)  # channels i and i + D/2 change places
     return torch.addcmul(x * cos.to(x.dtype), swapped, sin.to(x.dtype))
 
 
@@ -179,6 +179,7 @@ def find_documents(idx, bos_id):
     """idx (B, T), id of the token that starts each document → Documents."""
     columns = torch.arange(idx.size(1), device=idx.device)  # (T,)
     # the column where each token's document starts; 0 if it started in an earlier sequence
+    # B: bos_id, x: another token; B x x B x → starts 0 0 0 3 3
     starts = torch.where(idx == bos_id, columns, 0).cummax(dim=1).values  # (B, T)
     visible = (columns <= columns[:, None]) & (columns >= starts[..., None])  # (B, T, T)
     return Documents(columns - starts, visible[:, None])
@@ -214,7 +215,8 @@ class NgramEmbedding(nn.Module):
             if documents is not None:
                 earlier = earlier.masked_fill(documents.positions < k, 0)
             hashes = (hashes * self.factor + earlier) % self.modulus
-        return F.embedding(hashes * len(self.weight) // self.modulus, self.weight)
+        rows = hashes * len(self.weight) // self.modulus  # scale [0, modulus) to [0, ngram_rows)
+        return F.embedding(rows, self.weight)
 
 
 class CausalSelfAttention(nn.Module):
@@ -226,7 +228,7 @@ class CausalSelfAttention(nn.Module):
         self.qkv_sizes = config.qkv_sizes
         self.c_attn = nn.Linear(config.n_embd, sum(self.qkv_sizes),
                                 bias=config.bias or config.qkv_bias)
-        self.c_attn.split_sizes = self.qkv_sizes  # Muon updates Q, K and V separately
+        self.c_attn.split_sizes = self.qkv_sizes  # for Muon, which updates Q, K and V separately
         self.c_proj = nn.Linear(self.qkv_sizes[0], config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         self.q_norm = norm(config, config.head_size) if config.qk_norm else nn.Identity()
@@ -259,11 +261,12 @@ class CausalSelfAttention(nn.Module):
             k, v, mask = cache.extend(k, v)  # keys and values of all tokens so far
         if T > 1:  # for one token, repeating the whole cache would take longer than attention
             k, v = repeat_kv(k, self.n_head), repeat_kv(v, self.n_head)
+        # y = softmax(q kᵀ / √D) v, where each token attends to itself and to earlier tokens. With a
+        # cache and no mask, all keys are earlier ones.
+        is_causal = mask is None and cache is None
         attention = self.attention or F.scaled_dot_product_attention
-        y = attention(
-            q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None and cache is None,  # cached, no mask means all keys are visible
-            enable_gqa=k.size(1) < self.n_head)  # (B, H, T, D)
+        y = attention(q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0,
+                      is_causal=is_causal, enable_gqa=k.size(1) < self.n_head)  # (B, H, T, D)
         y = y.transpose(1, 2).flatten(2)  # (B, H, T, D) → (B, T, H·D)
         return self.resid_dropout(self.c_proj(y))
 
@@ -297,7 +300,7 @@ class MLP(nn.Module):
         n_matrices = 2 if config.mlp == 'swiglu' else 1  # SwiGLU: gate and up projections
         width_in = n_matrices * config.mlp_width
         self.c_fc = nn.Linear(config.n_embd, width_in, bias=config.bias)
-        self.c_fc.split_sizes = n_matrices * (config.mlp_width,)  # gate and up projection too
+        self.c_fc.split_sizes = n_matrices * (config.mlp_width,)  # for Muon
         self.activation = ACTIVATIONS[config.mlp]
         self.c_proj = nn.Linear(config.mlp_width, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
@@ -307,6 +310,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention, then an MLP. Each reads a normalized copy of the residual stream (pre-norm: GPT-2,
+    section 2.3), and its output is added to the stream."""
+
     def __init__(self, config):
         super().__init__()
         self.ln_1 = norm(config, config.n_embd)
@@ -324,6 +330,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    """The names are GPT-2's: wte and wpe are the token and position embeddings, h the blocks, ln_f
+    the final norm; c_attn projects to Q, K and V, c_fc into the MLP, and c_proj back from each."""
+
     def __init__(self, config):
         super().__init__()
         assert not config.conflicts(), config.conflicts()
@@ -369,9 +378,9 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None):
         """idx (B, T) int64, T ≤ block_size → (logits (B, T, V), None).
 
-        With targets (B, T) → (logits, mean cross-entropy in nats). Targets of -1 are ignored; if
-        all are, the loss is 0. If loss_function is set, it computes the same loss from the hidden
-        states → (None, loss)."""
+        With targets (B, T), the next tokens → (logits, mean cross-entropy in nats). Targets of -1
+        are ignored; if all are, the loss is 0. If loss_function is set, it computes the same loss
+        from the hidden states → (None, loss)."""
         x = self.hidden(idx)  # (B, T, C)
         if targets is not None and self.loss_function is not None:
             return None, self.loss_function(x, self.lm_head.weight, self.config.vocab_size, targets)

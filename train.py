@@ -134,8 +134,8 @@ def setup(config, start, world, device, device_why):
         from plaingpt.parallel import sharding
     with sharding.parameters_on_meta() if use_fsdp else nullcontext():
         model = GPT(gpt_config)
-    model.loss_function = chunked_cross_entropy
-    use_cpu_attention(model)
+    model.loss_function = chunked_cross_entropy  # the loss of GPT.forward in less memory
+    use_cpu_attention(model)  # the same attention, faster on a CPU
     apply_activation_checkpointing(model, config.activation_checkpointing)
     compile_by_block = compile and (use_fsdp or compile == 'blocks')
     if compile:
@@ -163,7 +163,7 @@ def setup(config, start, world, device, device_why):
     optimizer = build_optimizer(model, config)
     autocast = devices.autocast(device, dtype)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
-    step = Step(wrapped_model, optimizer, scaler, autocast, config.grad_clip,
+    step = Step(wrapped_model, optimizer, scaler, autocast, grad_clip=config.grad_clip,
                 micro_steps=config.accumulation() // world.size)
 
     progress = Progress(eval_sequences=config.eval_sequences())
@@ -189,7 +189,8 @@ def open_batches(config, dataset, world, device):
 
 
 def replicate(model, device):
-    """Wrap the model in DDP: each process has a copy, and gradients are averaged over processes."""
+    """Wrap the model in DDP: each process has a copy, which starts with rank 0's weights, and
+    gradients are averaged over processes."""
     device_ids = [device.index] if device.type == 'cuda' else None
     ddp = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
     ddp.broadcast_buffers = False  # the rotary tables are constants, equal on all ranks
@@ -226,9 +227,7 @@ def train(run, monitor):
     """Evaluate, save, step and log until the run ends. Return the reason why it ended."""
     config, step, clock, progress = run.config, run.step, run.clock, run.progress
     monitor.metrics.begin(progress.iter_num)
-    gc.unfreeze()  # undo the freeze of an earlier run in this process
-    gc.collect()
-    gc.freeze()  # a full collection takes 0.1 s and stalls all ranks, so exempt existing objects
+    freeze_existing_objects()
     with closing(run.train_data.train_batches(progress.iter_num)) as batches:
         while True:
             # evaluate, save or stop; all ranks make the same decision
@@ -247,14 +246,21 @@ def train(run, monitor):
                 return reason
 
             # step
-            lr = clock.get_lr(progress.iter_num, fraction_done)
+            lr = clock.get_lr(progress.iter_num, fraction_done)  # training/schedules.py
             loss = step.forward_backward(batches)
             progress.updating = True
             with monitor.around_update(progress.iter_num + 1):
-                grad_norm = step.update(lr)
+                grad_norm = step.update(lr)  # clip the gradient, then optimizer.step()
             progress.iter_num += 1
             progress.updating = False
             monitor.after_update(progress.iter_num, fraction_done, loss, lr, grad_norm)
+
+
+def freeze_existing_objects():
+    """Exempt all objects from garbage collection, which takes 0.1 s and stalls all ranks."""
+    gc.unfreeze()  # undo the freeze of an earlier run in this process
+    gc.collect()
+    gc.freeze()
 
 
 def evaluate(run, monitor, is_last):
@@ -262,8 +268,8 @@ def evaluate(run, monitor, is_last):
     the validation loss is the best so far. If a signal arrives, Stopped is raised before anything
     is logged, and the resumed run evaluates again."""
     step, progress = run.step, run.progress
-    # The initial loss is about ln(vocab_size), so one step's sequences are enough to check it. A
-    # timed run evaluates in full, to measure how long an evaluation takes.
+    # The first evaluation of a new run reads one step's sequences only: enough to see that the loss
+    # is about ln(vocab_size). A timed run evaluates in full, to measure how long that takes.
     is_short = run.is_new and not is_last and not run.config.minutes
     sequences = progress.eval_sequences
     if is_short:
@@ -280,7 +286,8 @@ def evaluate(run, monitor, is_last):
     # with average_decay, evaluate the EMA of the weights
     with monitor.metrics.paused('evaluation'), ema_weights(step.optimizer):
         train_loss, _ = evaluate_split(run.train_data)
-        results = [evaluate_split(loader) for loader in run.val_data.components]  # one per corpus
+        # one result per corpus of a mixture, usually one in all
+        results = [evaluate_split(loader) for loader in run.val_data.components]
         losses = [loss for loss, _ in results]
         scores, sample = monitor.score_and_sample(train_loss, *losses)
     run.stop.raise_if_stopped()
@@ -322,6 +329,7 @@ def save(run, monitor):
         and (progress.saved_evaluated or not progress.evaluated)
     if progress.iter_num == 0 or is_saved or run.config.eval_only:
         return
+    # counters, tokenizer and data fingerprint, and logging state; see STATE_KEYS in checkpoint.py
     state = {**progress.state(), **run.dataset.state(), **monitor.state(),
              'config': asdict(run.config), 'left_s': run.clock.left_s(),
              'sequences': run.train_data.sequences_before(progress.iter_num),

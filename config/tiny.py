@@ -1,8 +1,8 @@
-# The smallest run, to check in a second that a code change works: docs/hacking.md.
+# The smallest run, to check in seconds that a code change works: docs/hacking.md.
 #   python train.py config/tiny.py
 
 out_dir = 'out-tiny'
-dataset = 'readme'  # this project's, about 20,000 characters; prepared on first use
+dataset = 'readme'  # this project's, about 9,000 characters; prepared on first use
 
 n_layer = 2
 n_head = 2

@@ -15,7 +15,7 @@ from sample_data import SHARED
 # file, line, what it becomes, test that fails then
 MISTAKES = {
     'attention sees the future': (
-        'model.py', 'is_causal=mask is None and cache is None', 'is_causal=False',
+        'model.py', 'is_causal = mask is None and cache is None', 'is_causal = False',
         'test_model.py::test_a_token_sees_only_those_before_it'),
     'targets are not shifted': (
         'plaingpt/data/batches.py', 'sequences[:, 1:].contiguous()',
@@ -25,12 +25,12 @@ MISTAKES = {
         'plaingpt/training/step.py', 'else loss / self.micro_steps', 'else loss',
         'training/test_equal_runs.py::test_a_run_is_the_same_however_its_steps_are_shared_out'),
     'a resumed run begins with other data': (
-        'plaingpt/data/batches.py', 'self.shift += sequences - self.sequences_before(step)',
-        'self.shift += sequences',
+        'plaingpt/data/batches.py', 'self.resume_offset += sequences - self.sequences_before(step)',
+        'self.resume_offset += sequences',
         'training/test_equal_runs.py::'
         'test_a_resumed_run_matches_the_uninterrupted_one'),
     'checksums are not compared': (
-        'plaingpt/training/checkpoint.py', "if found != chunk['sha256']", 'if not found',
+        'plaingpt/training/checkpoint.py', "if sha256 != chunk['sha256']", 'if not sha256',
         'training/test_checkpoint.py::test_every_flipped_bit_is_found'),
     'gradients are not clipped': (
         'plaingpt/training/step.py', 'self.grad_clip or math.inf', 'math.inf',
@@ -47,7 +47,7 @@ MISTAKES = {
         'plaingpt/data/packing.py', 'targets[torch.from_numpy(~loss_mask[:, 1:])] = -1', 'pass',
         'data/test_packing.py::test_each_token_of_the_answers_is_a_target_once'),
     'no end of text before a document': (
-        'plaingpt/data/encoding.py', 'ids[split] += [before, found]', 'ids[split] += [found]',
+        'plaingpt/data/encoding.py', 'prefix = [self.separator] if', 'prefix = [] if',
         'data/test_splits.py::test_more_of_a_corpus_has_the_same_validation_text'),
 }
 

@@ -74,6 +74,8 @@ sample run --device=cuda:99                 → cuda
 sample run --chat                           → --start
 sample --init_from=gpt5                     → gpt5
 sample out-none                             → out-none
+sample .                                    → ckpt.pt --init_from=ckpt.pt
+sample ckpt.pt                              → ckpt.pt --init_from=ckpt.pt
 sample gpt2                                 → gpt2 --init_from
 sample a b                                  → a b out_dir
 sample a --out_dir=b                        → a --out_dir=b
@@ -164,7 +166,7 @@ def test_a_refusal_writes_nothing_but_one_line_that_names_the_mistake(
     for name, source in (('run', trained), ('data/chars', char_data)):
         Path(name).symlink_to(source)
     for name, text in (('text.txt', 'some text'), ('rows.jsonl', '{"prompt": "a"}\n'),
-                       ('empty.jsonl', ''), ('LINE.py', code)):
+                       ('empty.jsonl', ''), ('ckpt.pt', ''), ('LINE.py', code)):
         Path(name).write_text(text)
     monkeypatch.delenv('PLAINGPT_API_KEY', raising=False)
     before = files(tmp_path)

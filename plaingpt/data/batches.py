@@ -35,7 +35,8 @@ def key(*integers):
 
 
 def permute(indices, n, k):
-    """The images of `indices` under the permutation of range(n) that the key `k` selects.
+    """Shuffle range(n) without storing the order: return the images of `indices` under the
+    permutation that the key `k` selects. torch.randperm would need memory for all n.
 
     A 6-round Feistel network permutes the smallest range(2^(2b)) that contains range(n). Images
     outside range(n) are permuted again until they fall inside ("cycle walking": Black and Rogaway
@@ -70,7 +71,8 @@ class BatchLoader:
         self.micro_steps, self.rank, self.world_size = micro_steps, rank, world_size
         self.seed, self.device, self.overfit_steps = seed, device, overfit_steps
         self.step_size = batch_size * micro_steps * world_size  # sequences
-        self.shift = 0  # sequences beyond step × step_size, if earlier steps had another size
+        self.resume_offset = 0  # sequences beyond step × step_size: earlier steps had another size
+        self.dropped_tokens = 0  # that no epoch reads; PackedLoader drops some
         self.tile()
 
     def tile(self):
@@ -82,10 +84,8 @@ class BatchLoader:
                             '--block_size')
         # One sequence fewer than fits leaves room to shift the tiling by up to block_size - 1.
         self.sequences_per_epoch = max(1, (tokens - T) // T)
-        self.spare = tokens - 1 - self.sequences_per_epoch * T
+        self.spare_tokens = tokens - 1 - self.sequences_per_epoch * T
         self.num_eval_sequences = (tokens - 1) // T
-
-    dropped_tokens = 0  # tokens that no epoch reads
 
     @property
     def components(self):
@@ -98,7 +98,7 @@ class BatchLoader:
 
     def sequences_before(self, step):
         """How many sequences all processes together have read before `step`."""
-        return self.shift + step * self.step_size
+        return self.resume_offset + step * self.step_size
 
     def tokens_before(self, step):
         """How many tokens all processes together have trained on before `step`."""
@@ -106,12 +106,12 @@ class BatchLoader:
 
     def resume_at(self, step, sequences):
         """Start `step` after `sequences`, even if earlier steps had another size."""
-        self.shift += sequences - self.sequences_before(step)
+        self.resume_offset += sequences - self.sequences_before(step)
 
     def sequence_ids(self, step, micro):
         """The numbers of this process's sequences in a micro-step, counted across epochs."""
-        offset = (micro * self.world_size + self.rank) * self.batch_size
-        first = self.first_sequence(step) + offset
+        before = (micro * self.world_size + self.rank) * self.batch_size  # of other processes too
+        first = self.first_sequence(step) + before
         return np.arange(first, first + self.batch_size)
 
     def first_sequence(self, step):
@@ -120,7 +120,7 @@ class BatchLoader:
             return step % self.overfit_steps * self.step_size
         return self.sequences_before(step)
 
-    def step_sequences(self, step):
+    def sequences_of_step(self, step):
         """(first number, last number, [start token of each]) of all processes' sequences."""
         first = self.first_sequence(step)
         ids = np.arange(first, first + self.step_size)
@@ -132,27 +132,28 @@ class BatchLoader:
         starts = np.empty_like(ids)
         for epoch in np.unique(epochs):
             in_epoch = epochs == epoch
-            sequences = permute(indices[in_epoch], self.sequences_per_epoch,
-                                key(self.seed, int(epoch)))
-            starts[in_epoch] = self.epoch_starts(int(epoch), sequences)
+            permuted = permute(indices[in_epoch], self.sequences_per_epoch,
+                               key(self.seed, int(epoch)))
+            starts[in_epoch] = self.epoch_starts(int(epoch), permuted)
         return starts
 
     def epoch_starts(self, epoch, sequences):
-        """Indices of sequences in the split → the start token of each in an epoch."""
-        return self.phase(epoch) + sequences * self.block_size
+        """Positions of sequences in the tiling → the start token of each in an epoch."""
+        return self.epoch_offset(epoch) + sequences * self.block_size
 
     def layout(self, start):
         """The start token of a sequence → [(column in the batch, first token in the split, number
         of tokens)] for each contiguous piece."""
         return [(0, start, self.block_size + 1)]
 
-    def phase(self, epoch):
+    def epoch_offset(self, epoch):
         """The token where the tiling of an epoch starts: random in even epochs. Odd epochs cycle
         through the last, the first and the middle offset, and so reach every token, even if the
         split is shorter than three sequences."""
         if epoch % 2:
-            return (self.spare, 0, self.spare // 2)[epoch // 2 % 3]
-        return int(key(self.seed, epoch, 1)[0] % np.uint64(min(self.block_size, self.spare + 1)))
+            return (self.spare_tokens, 0, self.spare_tokens // 2)[epoch // 2 % 3]
+        offsets = np.uint64(min(self.block_size, self.spare_tokens + 1))
+        return int(key(self.seed, epoch, 1)[0] % offsets)
 
     def train_batch(self, step, micro):
         """(idx, targets), each (batch_size, block_size) int64 in host memory."""
@@ -218,6 +219,7 @@ class BatchLoader:
 
     def _on_host(self, starts):
         sequences = torch.from_numpy(self.stream.sequences(starts, self.block_size + 1))  # (B, T+1)
+        # targets[t] is the token after idx[t]
         return self._pinned(sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous())
 
     def _pinned(self, *tensors):

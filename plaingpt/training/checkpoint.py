@@ -41,13 +41,23 @@ from plaingpt.system.distributed import (
 )
 from plaingpt.system.errors import UserError, warn
 from plaingpt.system.files import read_json, refuse_unknown, sha256_of, sync, write_json
+from plaingpt.system.formatting import quoted
 from plaingpt.weights import check_finite, copy_rows, init_new_tokens
 
 FORMAT_VERSION = 1
 STATE_KEYS = {  # keys of state.json, besides its checksum
-    'format_version', 'iter_num', 'sequences', 'evaluated', 'val_loss', 'val_loss_stderr',
-    'best_val_loss', 'evals_since_best', 'eval_sequences', 'elapsed_s', 'left_s', 'wandb_id',
-    'config', 'model', 'tokenizer', 'data', 'dtype', 'scaler', 'averaged_steps', 'rng', 'chunks'}
+    'format_version', 'iter_num',
+    'sequences',  # read so far by all processes, which is where the data order continues
+    'evaluated', 'val_loss', 'val_loss_stderr', 'best_val_loss', 'evals_since_best',
+    'eval_sequences', 'elapsed_s',
+    'left_s',  # time left of a timed run
+    'wandb_id',
+    'config', 'model',  # TrainConfig and GPTConfig
+    'tokenizer',
+    'data',  # fingerprint of the tokens
+    'dtype', 'scaler',
+    'averaged_steps',  # steps in the EMA of the weights
+    'rng', 'chunks'}
 ENTRY = re.compile(r'(.*?)(?:\[(\d+):(\d+)\])?')  # name, or name[first:end] for some of its rows
 CHUNK_BYTES = 500 * 10**6  # tensor bytes per file, so that with its header it stays below 512 MB
 KEEP_NEWEST = 2  # newest checkpoints to keep, besides the best
@@ -177,7 +187,9 @@ class Checkpoint:
         for name, first, rows in self._slices(kind):
             shape = rows.get_shape()
             if shape:  # the number of rows is where the last slice ends
-                shape[0] = max(first + shape[0], *shapes.get(name, shape)[:1])
+                shape[0] += first
+                if name in shapes:
+                    shape[0] = max(shape[0], shapes[name][0])
             shapes[name] = torch.Size(shape)
         return shapes
 
@@ -201,6 +213,9 @@ def find(out_dir, which='latest', kinds=()):
     skipped with a warning. kinds: chunks to verify besides state.json; they stay open, because the
     run may still be training and remove them. Raises UserError."""
     paths, problems = checkpoint_paths(out_dir), []
+    nanogpt = Path(out_dir) if Path(out_dir).suffix == '.pt' else Path(out_dir, 'ckpt.pt')
+    if not paths and nanogpt.is_file():
+        raise UserError(f"{nanogpt} is nanoGPT's: open it with --init_from={quoted(nanogpt)}")
     if not paths:
         raise UserError(f'{out_dir}: no checkpoints found; train a model first, or name another '
                         'folder with --out_dir or a pretrained model with --init_from')
@@ -321,7 +336,8 @@ class Saver:
 
     def _write(self, chunks, state, rng):
         final = self.out_dir / 'checkpoints' / f'iter-{state["iter_num"]:08d}'
-        if all_gather(final.exists(), self.group)[0]:  # saved before it was evaluated
+        if all_gather(final.exists(), self.group)[0]:
+            # saved before its evaluation: the weights are there, only the losses are new
             def update_state():
                 write_state(final, {**open_checkpoint(final).state, **state})
 

@@ -28,6 +28,8 @@ def mean_loss(model, loader, sequences, context, stop=None, label=None, use_trai
     use_train_graph: call a compiled model as training does, to reuse its graph: a separate graph
     for evaluation would take as long to compile again
     """
+    # A compiled graph is chosen by train mode and by whether gradients are on. Without dropout, the
+    # loss is the same. Nothing here calls backward().
     model.train(use_train_graph)
     stats = []  # (weight, loss) of each batch or sequence; weight: targets, in sequences
     for starts in tqdm(loader.eval_batches(sequences), label, leave=False,
@@ -39,7 +41,7 @@ def mean_loss(model, loader, sequences, context, stop=None, label=None, use_trai
         with context, torch.set_grad_enabled(use_train_graph):
             loss = model(idx, targets)[1].detach()
         weight = (targets != -1).sum(1) / targets.size(1)  # (B,)
-        if not loss.dim():
+        if not loss.dim():  # one loss for the batch; evaluate.py's models return one per sequence
             weight = weight.sum()
         stats.append(torch.stack((weight, loss.float())).view(2, -1))
     model.train()
@@ -49,6 +51,7 @@ def mean_loss(model, loader, sequences, context, stop=None, label=None, use_trai
     loss = (weights * losses).sum() / weights.sum()
     variance = (weights * (losses - loss)**2).sum() / weights.sum()
     count = int((weights > 0).sum())
+    # of the mean of `count` losses, with their variance around it
     stderr = math.sqrt(variance / (count - 1)) if count > 1 else None
     return loss.item(), stderr
 

@@ -106,7 +106,8 @@ def orthogonalize(matrices):
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.mT  # (n, R, R)
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b·gram + c·gram²
+        x = torch.baddbmm(x, polynomial, x, beta=a)  # a·x + polynomial·x
     x = x.mT if is_tall else x
     return x.unflatten(0, matrices.shape[:-2])
 

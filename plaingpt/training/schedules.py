@@ -5,7 +5,7 @@ To add one, write a function here and add it to SCHEDULES.
 
 import math
 
-MAX_WARMUP = 0.1  # of a timed run: the fraction of its time by which warmup ends
+MAX_WARMUP = 0.1  # in a timed run, warmup takes at most this fraction of the time
 
 
 def get_lr(it, config, fraction_done=None):
@@ -24,12 +24,12 @@ def get_lr(it, config, fraction_done=None):
         if is_timed:
             lr = max(lr, config.learning_rate * fraction_done / MAX_WARMUP)
         return lr
-    at = it
+    position = it
     if is_timed:
-        at, warmup, end = fraction_done, 0, 1
-    name, _, decay_part = config.lr_schedule.partition(':')
-    options = [float(decay_part)] if decay_part else []
-    coeff = SCHEDULES[name](at, warmup, end, *options)  # from 1 to 0
+        position, warmup, end = fraction_done, 0, 1
+    name, _, decay_share = config.lr_schedule.partition(':')
+    options = [float(decay_share)] if decay_share else []
+    coeff = SCHEDULES[name](position, warmup, end, *options)  # from 1 to 0
     return config.min_lr + coeff * (config.learning_rate - config.min_lr)
 
 
@@ -37,30 +37,30 @@ def get_lr(it, config, fraction_done=None):
 # returns the coefficient of learning_rate: 1 gives learning_rate, 0 gives min_lr.
 
 
-def cosine(at, warmup, end):
+def cosine(position, warmup, end):
     """Half a cosine (Loshchilov and Hutter 2016), with nanoGPT's exact formula."""
-    return 0.5 * (1 + math.cos(math.pi * decay_fraction(at, warmup, end)))
+    return 0.5 * (1 + math.cos(math.pi * decay_progress(position, warmup, end)))
 
 
-def linear(at, warmup, end):
+def linear(position, warmup, end):
     """Linear decay (Bergsma et al. 2025)."""
-    return 1 - decay_fraction(at, warmup, end)
+    return 1 - decay_progress(position, warmup, end)
 
 
-def wsd(at, warmup, end, decay_part=0.2):
+def wsd(position, warmup, end, decay_share=0.2):
     """Warmup-stable-decay (Hu et al. 2024, section 4): constant, then linear decay over the last
     fifth of the run, or over the last tenth with wsd:0.1."""
-    decay_length = min(decay_part * end, end - warmup) or 1
-    return max(0, min(1, (end - at) / decay_length))
+    decay_length = min(decay_share * end, end - warmup) or 1  # not longer than what follows warmup
+    return max(0, min(1, (end - position) / decay_length))
 
 
-def constant(at, warmup, end):
+def constant(position, warmup, end):
     return 1
 
 
 SCHEDULES = {'cosine': cosine, 'wsd': wsd, 'linear': linear, 'constant': constant}
 
 
-def decay_fraction(at, warmup, end):
-    """0 at the end of the warmup, 1 from the end of the schedule on."""
-    return min(1, (at - warmup) / max(1, end - warmup))
+def decay_progress(position, warmup, end):
+    """Progress of the decay: 0 at the end of warmup, 1 at the end of the schedule and after."""
+    return min(1, (position - warmup) / max(1, end - warmup))

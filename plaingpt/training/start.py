@@ -126,7 +126,8 @@ def check_resumable(checkpoint, config, dataset):
     if 'max_iters' in changed and config.max_iters < checkpoint.iter_num \
             and not config.is_read_only:
         raise UserError(f'max_iters={config.max_iters}: {checkpoint.path} is already at iteration '
-                        f'{checkpoint.iter_num}; raise --max_iters, or leave it out')
+                        f'{checkpoint.iter_num}; raise --max_iters, or leave out the '
+                        'option or config file that sets it')
     difference = None
     if checkpoint.state['tokenizer'] != dataset.tokenizer_json():
         difference = 'with a different tokenizer than that'

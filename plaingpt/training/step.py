@@ -51,9 +51,10 @@ class Step:
         """Accumulate the gradients of the micro-batches. Return this process's mean loss, on the
         device.
 
-        batches: yields (idx, targets), or (idx, targets, weight) if some tokens are masked. weight
-        is (unmasked tokens in the micro-batch) / (unmasked tokens in the step, over all processes)
-        × processes, because gradients and losses are averaged over processes."""
+        batches: yields (idx, targets), and each micro-batch then counts 1 / micro_steps. If some
+        tokens are masked, it yields (idx, targets, weight): weight is the micro-batch's share of
+        the step's unmasked tokens on all processes, times the number of processes, which cancels
+        the average over processes."""
         self.loss = 0.0
         for micro_step in range(self.micro_steps):
             idx, targets, *weight = next(batches)
@@ -74,14 +75,15 @@ class Step:
         gradient norm before clipping. lr: from the schedule; each parameter group scales it."""
         optimizer = self.optimizer
         for group in optimizer.param_groups:
-            group['lr'] = lr * group['lr_scale']
+            group['lr'] = lr * group['lr_scale']  # lr_scale: set by parameter_groups()
         self.scaler.unscale_(optimizer)
-        grad_norm = full_tensor(clip_grad_norm_(self.model.parameters(),
-                                                self.grad_clip or math.inf))
-        skip_step = self.check_finite(grad_norm)  # 1.0 or 0.0, on the device
+        max_norm = self.grad_clip or math.inf  # infinity: only measure the norm
+        grad_norm = full_tensor(clip_grad_norm_(self.model.parameters(), max_norm))
+        skip_step = self.must_skip(grad_norm)  # 1.0 or 0.0, on the device
         # Not scaler.step(): it checks only gradients, and would update the weights after a bad loss
+        # torch's flag for optimizers that skip the step themselves if found_inf is 1.0
         if getattr(optimizer, '_step_supports_amp_scaling', False):
-            optimizer.found_inf = skip_step  # torch's fused optimizers and MuonAdamW skip if 1.0
+            optimizer.found_inf = skip_step
             optimizer.step()
         elif not skip_step:  # for other optimizers, the host waits for the device
             optimizer.step()
@@ -91,7 +93,7 @@ class Step:
         optimizer.zero_grad(set_to_none=not is_ddp)
         return grad_norm
 
-    def check_finite(self, grad_norm):
+    def must_skip(self, grad_norm):
         """Return 1.0 on the device if the optimizer must skip the step, else 0.0; the same on all
         ranks. A step is skipped if the loss or the gradient is not finite on any rank, and after
         MAX_BAD_STEPS consecutive bad steps. A bad step has a loss that is not finite, or a gradient
@@ -103,6 +105,7 @@ class Step:
             dist.all_reduce(not_finite, dist.ReduceOp.MAX)
         not_finite_step, not_finite_loss = not_finite
         max_overflows = MAX_OVERFLOWS if self.scaler.is_enabled() else 0
+        # 1.0 is true and 0.0 is false: maximum is "or", a product is "and"
         is_bad = torch.maximum(not_finite_loss,
                                not_finite_step * (self.consecutive_skips >= max_overflows))
         gave_up = (self.consecutive_bad >= MAX_BAD_STEPS).float()
@@ -132,12 +135,14 @@ class SkippedSteps:
         self.step.unreported = []
         if not steps or not torch.stack([is_bad for is_bad, _, _ in steps]).any():
             return
-        for i, (is_bad, loss, grad_norm) in enumerate(steps, start=iter_num - len(steps) + 1):
+        first_iter = iter_num - len(steps) + 1
+        for i, (is_bad, loss, grad_norm) in enumerate(steps, start=first_iter):
             if not is_bad:
                 continue
             losses = [as_json(x) for x in all_gather(loss.item(), self.group)]
             norm = as_json(grad_norm.item())
-            first, last, starts = self.loader.step_sequences(i - 1)
+            # iteration i is made by step i - 1 of the loader, which counts from 0
+            first, last, starts = self.loader.sequences_of_step(i - 1)
             print_line(f'warning: skipped iteration {i}: loss {", ".join(map(str, losses))}, '
                        f'gradient norm {norm}; see {self.path}')
             if not self.group or dist.get_rank() == 0:

@@ -108,7 +108,7 @@ class Settings:
         try:
             self.values[name] = convert(value, types)
         except ValueError:
-            names = {int: 'a whole number', float: 'a number', bool: 'true or false', str: 'text'}
+            names = {int: 'an integer', float: 'a number', bool: 'true or false', str: 'a string'}
             expected = ' or '.join(names.get(t, str(t)) for t in types)
             self.problems.append(f'{name}={value!r} {place}: expected {expected}')
             return False
@@ -284,7 +284,8 @@ def name_positionals(cls, argv, key, several):
     options = [arg for arg in argv if arg.startswith(f'--{key}=')]
     problems = []
     if options or (len(values) > 1 and not several):
-        problems.append(f'{" and ".join([*values, *options])}: each of these sets {key}: keep one')
+        problems.append(f'{" and ".join([*values, *options])}: all of these set {key}; keep only '
+                        'one')
     named = [arg for i, arg in enumerate(argv) if i not in indices[1:]]
     named[indices[0]] = f'--{key}={",".join(values)}'
     return named, problems

@@ -38,7 +38,7 @@ from plaingpt.training.loss import chunked_cross_entropy
 from plaingpt.training.open_weights import ModelChoice, load
 from plaingpt.training.start import trained_on
 
-OURS = ('val', 'train', 'text')
+BUILTIN_TASKS = ('val', 'train', 'text')
 
 
 @dataclass
@@ -60,10 +60,10 @@ class EvaluateConfig(ModelChoice):
     def conflicts(self):
         conflicts = []
         if not self.tasks:
-            conflicts.append('tasks is empty; name what to score, such as --tasks=val')
+            conflicts.append('tasks is empty; choose what to score, such as --tasks=val')
         scores_text = 'text' in self.tasks.split(',')
         if scores_text and not self.data:
-            conflicts.append('tasks=text: name the file to score with --data=FILE')
+            conflicts.append('tasks=text: set the file to score with --data=FILE')
         if self.data and not scores_text:
             conflicts.append(f'--data={self.data}: has no effect without --tasks=text')
         if self.output and not Path(self.output).parent.is_dir():
@@ -86,7 +86,7 @@ class TextStream:
         except UserError as e:
             raise UserError(f'{path}: {e}') from None
         if len(self.ids) < 2:
-            raise UserError(f'{path}: is too short to score; it has fewer than 2 tokens')
+            raise UserError(f'{path}: too short to score (fewer than 2 tokens)')
 
     def __len__(self):
         return len(self.ids)
@@ -123,8 +123,8 @@ class WholeLoader(BatchLoader):
         return float(total / (len(self.stream) - 1))
 
 
-class Corpus(NamedTuple):
-    """What a task scores."""
+class ScoredText(NamedTuple):
+    """A text that a task scores."""
 
     name: str  # in a mixture; else ''
     label: str  # for the printed line
@@ -132,28 +132,28 @@ class Corpus(NamedTuple):
     token_bytes: np.ndarray | None  # UTF-8 bytes of each token, for bits per byte
 
 
-def text_corpus(config, model, tokenizer, settings):
-    """The Corpus of the task text. settings: of its BatchLoader"""
+def scored_file(config, model, tokenizer, settings):
+    """The ScoredText of the task text. settings: of its BatchLoader"""
     stream = TextStream(config.data, tokenizer)
     length = min(model.config.block_size, len(stream) - 1)
     loader = WholeLoader(stream, length, config.batch_size, **settings)
-    return Corpus('', config.data, loader, token_bytes(tokenizer))
+    return ScoredText('', config.data, loader, token_bytes(tokenizer))
 
 
-def split_corpora(task, config, loaded, settings):
-    """Yield a Corpus for the split val or train; several for a mixture. loaded: (model, tokenizer,
-    weights); settings: of the BatchLoaders"""
+def scored_splits(task, config, loaded, settings):
+    """Yield a ScoredText for the split val or train; several for a mixture. loaded: (model,
+    tokenizer, weights); settings: of the BatchLoaders"""
     model, tokenizer, weights = loaded
     name = config.dataset or weights.state.get('config', {}).get('dataset')
     if not name:
-        raise UserError(f'tasks={task}: name a prepared dataset with --dataset=NAME')
+        raise UserError(f'tasks={task}: choose a prepared dataset with --dataset=NAME')
     own_ids = tokenizer.vocab_size if isinstance(tokenizer, IdsTokenizer) else 0
     dataset = open_dataset_spec(name, own_ids)
     base = getattr(tokenizer, 'base', tokenizer)  # the tokenizer inside a chat tokenizer
     if vocabulary_of(dataset.tokenizer_json()) not in (
             vocabulary_of(tokenizer.to_json()), vocabulary_of(base.to_json())):
-        raise UserError(f"{dataset.folder}: was prepared with another tokenizer than the model's; "
-                        'name another --dataset')
+        raise UserError(f'{dataset.folder}: was prepared with a different tokenizer than the '
+                        "model's; choose another --dataset")
     sizes = model.config.block_size, config.batch_size
     for name, part, _ in dataset.components:
         label = f'{task} of {part.folder}'
@@ -162,7 +162,7 @@ def split_corpora(task, config, loaded, settings):
             label += ", the assistant's messages"
         else:
             loader = WholeLoader(loader.stream, *sizes, **settings)
-        yield Corpus(name, label, loader, part.token_bytes(task))
+        yield ScoredText(name, label, loader, part.token_bytes(task))
 
 
 def compare_with_training(task, stream, config, weights):
@@ -196,21 +196,21 @@ class SequenceLosses(torch.nn.Module):
         return None, torch.stack(losses)
 
 
-def score(model, corpus, context):
-    """Print the loss on a Corpus → {name of a score: value}."""
-    loader = corpus.loader
+def score(model, text, context):
+    """Print the loss on a ScoredText → {name of a score: value}."""
+    loader = text.loader
     sequences_per_process = math.ceil(loader.num_eval_sequences / loader.world_size)
     loader.batch_size = min(loader.batch_size, sequences_per_process)  # batches are padded to it
     loss, stderr = mean_loss(SequenceLosses(model), loader, loader.num_eval_sequences, context,
-                             label=corpus.label)
+                             label=text.label)
     perplexity = math.exp(min(loss, 700))
-    line = f'{corpus.label}: loss {loss:.4f}'
+    line = f'{text.label}: loss {loss:.4f}'
     if stderr is not None:
         line += f' ± {stderr:.4f}'
     line += f' nats per token, perplexity {perplexity:.4g}'
     bits = None
-    if corpus.token_bytes is not None:
-        bytes_per_token = loader.mean_target(corpus.token_bytes, loader.num_eval_sequences)
+    if text.token_bytes is not None:
+        bytes_per_token = loader.mean_target(text.token_bytes, loader.num_eval_sequences)
         bits = loss / math.log(2) / bytes_per_token
         line += f', {bits:.4f} bits/byte'
     print0(line)
@@ -225,20 +225,20 @@ def check_attention_is_causal(model, context):
         run = SimpleNamespace(model=small, step=SimpleNamespace(autocast=context))
         problem = attention_is_causal(run)
     if problem:
-        raise UserError(f'nothing was scored, because {problem}')
+        raise UserError(f'cannot evaluate: {problem}')
 
 
-def score_ours(task, config, loaded, context, settings):
+def score_builtin(task, config, loaded, context, settings):
     """Score val, train or text → the scores, of a mixture {corpus: its scores}."""
     model, tokenizer, weights = loaded
     if task == 'text':
-        corpora = [text_corpus(config, model, tokenizer, settings)]
+        texts = [scored_file(config, model, tokenizer, settings)]
     else:
-        corpora = split_corpora(task, config, loaded, settings)
+        texts = scored_splits(task, config, loaded, settings)
     scores = {}
-    for corpus in corpora:
-        scores[corpus.name] = score(model, corpus, context)
-        scores[corpus.name] |= compare_with_training(task, corpus.loader.stream, config, weights)
+    for text in texts:
+        scores[text.name] = score(model, text, context)
+        scores[text.name] |= compare_with_training(task, text.loader.stream, config, weights)
     return scores if len(scores) > 1 else scores['']
 
 
@@ -255,7 +255,7 @@ def main(argv):
     if 'attention_is_causal' not in weights.state.get('config', {}).get('skip_checks', ''):
         check_attention_is_causal(model, context)
     names = config.tasks.split(',')
-    lm_eval_names = [name for name in names if name not in OURS]
+    lm_eval_names = [name for name in names if name not in BUILTIN_TASKS]
     if lm_eval_names:
         lm_eval_tasks = lm_eval_model.load_tasks(','.join(lm_eval_names))
     results = {}
@@ -265,8 +265,8 @@ def main(argv):
     settings = dict(device=device, rank=world.rank, world_size=world.size)
     with job:
         for task in names:
-            if task in OURS:
-                results[task] = score_ours(
+            if task in BUILTIN_TASKS:
+                results[task] = score_builtin(
                     task, config, (model, tokenizer, weights), context, settings)
         if lm_eval_names:
             model.eval()

@@ -30,14 +30,14 @@ from plaingpt.training.open_weights import ModelChoice, load
 @dataclass
 class ExportConfig(ModelChoice):
     # destination
-    dest: str = ''  # folder to write, or the file with format=gguf; must not exist yet
+    dest: str = ''  # output folder, or output file with format=gguf; must not exist
     format: Literal['transformers', 'gguf'] = 'transformers'  # gguf: one file for llama.cpp
     dtype: Literal[*DTYPES] = 'float32'  # precision of the weights (in GGUF: of the matrices)
 
     def conflicts(self):
         if self.dest:
             return []
-        return ['dest is empty: name the folder to write with --dest=my-gpt, or the file with '
+        return ['dest is empty: set the output folder with --dest=my-gpt, or the output file with '
                 '--format=gguf --dest=my-gpt.gguf']
 
 

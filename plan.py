@@ -34,7 +34,7 @@ class PlanConfig(TrainConfig):
     """The settings of a plan. Fields with repr=False do not affect the simulated step."""
     # plan
     gpu_memory_gb: float = 0.0  # memory of each GPU in GiB; 0: plan for this machine
-    gpu: str = ''  # H100: its memory, and the hours at the speed measured on one
+    gpu: str = ''  # GPU model (H100 only): sets gpu_memory_gb, estimates hours from measured MFU
     processes: int = field(default=1, repr=False)  # number of processes, one per GPU
 
     above_0 = (*TrainConfig.above_0, 'processes')
@@ -106,8 +106,8 @@ def print_memory(gpt_config, config, dtype, device_type, available):
     print(f'memory per process: {config.accumulation() // config.processes} × '
           f'{config.batch_size} sequences per step, {dtype}{parallel}; peak in '
           f'"{plan.peak_phase}"')
-    for owner, size in plan.phases[plan.peak_phase].items():
-        print(f'  {gib(size):>12}  {owner}')
+    for category, size in plan.phases[plan.peak_phase].items():
+        print(f'  {gib(size):>12}  {category}')
     if plan.overhead:
         print(f'  {gib(plan.overhead):>12}  CUDA context and fragmentation (allowance)')
     verdict = 'fits' if plan.total <= available else 'does NOT fit'
@@ -117,8 +117,11 @@ def print_memory(gpt_config, config, dtype, device_type, available):
               'freed blocks that malloc keeps often add half as much again (bench.py measures it)')
     if plan.total > available:
         options = options_that_fit(gpt_config, config, dtype, device_type, available)
-        print('what fits:', options or 'nothing, not even batch_size=1 with '
-              'activation_checkpointing=full: choose a smaller model or block_size')
+        if options:
+            print('fits with:', options)
+        else:
+            print('does not fit even with batch_size=1 and activation_checkpointing=full; choose a '
+                  'smaller model or block_size')
     print('by phase: ' + ', '.join(f'{phase} {gib(size)}' for phase, size in plan.totals.items()))
     totals = []
     for mode in CHECKPOINT_MODES:
@@ -141,7 +144,7 @@ def print_run(gpt_config, config, tokens, source, step_s):
     parameters = round(parameters)
     total_tokens = config.max_iters * config.step_tokens()
     print(f'tokens: {config.step_tokens():,} per step, {short(total_tokens)} in total, '
-          f'{total_tokens / parameters:.3g} for each of {parameters:,} parameters')
+          f'{total_tokens / parameters:.3g} tokens per parameter ({parameters:,} parameters)')
     if tokens:
         print(f'  {source}: {short(tokens)} tokens, {total_tokens / tokens:.3g} epochs')
     else:
@@ -149,7 +152,7 @@ def print_run(gpt_config, config, tokens, source, step_s):
     flops = flops_per_token * total_tokens
     estimate = ''
     if step_s:
-        estimate = f', about {duration(config.max_iters * step_s)} at the speed of a step here'
+        estimate = f', about {duration(config.max_iters * step_s)} at the step time measured here'
     print(f'time: {count_of(config.max_iters, "iteration")}, {float(flops):.3g} FLOPs{estimate}')
     mfu_by_optimizer, _ = MEASURED.get(config.gpu, ({}, 0))
     mfu = mfu_by_optimizer.get(config.optimizer)

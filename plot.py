@@ -43,8 +43,9 @@ def main(argv):
     default = Path(folders[0], 'loss.png') if len(folders) == 1 else Path('compare.png')
     path = Path(config.output or default)
     # Losses per token cannot be compared between tokenizers.
-    by_bits = len({run.get('val_bytes_per_token') for *_, run in runs} - {None}) > 1
-    draw_runs([(name, rows) for name, rows, _ in runs], path, read_band(runs[0][2]), by_bits)
+    use_bits_per_byte = len({run.get('val_bytes_per_token') for *_, run in runs} - {None}) > 1
+    draw_runs([(name, rows) for name, rows, _ in runs], path, read_band(runs[0][2]),
+              use_bits_per_byte)
     for name, rows, run in runs:
         if rows:
             print('\n  '.join(describe(name, rows, run)))
@@ -55,31 +56,31 @@ def read_runs(folders, log):
     """→ [(name, rows of this log, run.json)]. Raises UserError if a folder has no run, or no line
     of the logs can be read."""
     if not folders:
-        raise UserError('name the out_dir of a run, or several to compare: '
+        raise UserError('pass the out_dir of a run, or of several to compare: '
                         f'{command_for("plot")} out')
     problems = []
     for folder in folders:
         if not read_run(folder, problems.append, {'from_scratch', 'train_tokens', 'warmup_iters'}):
-            raise UserError(*problems or [f'{folder} has no run.json: name the out_dir of a run'])
+            raise UserError(*problems or [f'{folder} has no run.json: pass the out_dir of a run'])
     names = [Path(folder).resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = folders
     runs = [(name, read_rows(Path(folder, log), problems.append), read_run(folder))
             for name, folder in zip(names, folders, strict=True)]
     if problems and not any(rows for _, rows, _ in runs):
-        raise UserError(f'there is nothing to draw yet: {problems[0]}')
+        raise UserError(f'nothing to plot yet: {problems[0]}')
     for problem in problems:
         warn(problem)
     return runs
 
 
-def draw_film(name, moments, path):
+def draw_film(name, snapshots, path):
     """Write a self-contained HTML page from the rows of film.jsonl. Raises UserError if there are
     none."""
-    if not moments:
+    if not snapshots:
         raise UserError(f'{name} has no film: train with --film=True')
     page = (ROOT / 'plaingpt/monitoring/film.html').read_text(encoding='utf-8')
-    data = json.dumps(moments).replace('<', r'\u003c')  # a sample may contain </script>
+    data = json.dumps(snapshots).replace('<', r'\u003c')  # a sample may contain </script>
     page = page.replace('NAME', html.escape(name)).replace('>DATA<', f'>{data}<')
     write_atomically(path, page)
 

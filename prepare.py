@@ -56,7 +56,7 @@ class PrepareConfig:
     val_split: str = ''  # Hub datasets: validation split (default: held out from split)
     data_dir: str = ''  # output folder (default: data/NAME)
     # documents
-    documents: Literal['auto', 'file', 'line'] = 'auto'  # auto: a few files form a continuous text
+    documents: Literal['auto', 'file', 'line'] = 'auto'  # auto: fewer than 100 files are joined
     text_field: str = ''  # field with the text (default: text or content, or the corpus's own)
     prompt: str = ''  # chat: column with the user's message (default: detected by name)
     completion: str = ''  # chat: column with the assistant's reply
@@ -82,7 +82,7 @@ class PrepareConfig:
     def conflicts(self):
         problems = []
         if bool(self.prompt) != bool(self.completion):
-            problems.append('prompt and completion must be set together: name both columns')
+            problems.append('set both --prompt and --completion, or neither')
         try:
             'text'.encode(self.encoding)
         except LookupError as e:
@@ -197,7 +197,8 @@ def prepare_text(name, corpus, folder, config):
         raise UserError(f'{source.name}: contains no text')
     plain = source.as_plain_text() if for_chat else source
     if tokenizer_name == 'char' and source.unit != 'B':
-        raise UserError(f'{name} is too large for --tokenizer=char: use gpt2, byte or bpe:32768')
+        raise UserError(f'tokenizer=char: {source.name} is streamed, and char needs local files; '
+                        'use gpt2, byte or bpe:32768')
     options = encoding_options(config)
     if options.max_tokens and source.is_continuous:
         raise UserError(f'max_tokens={config.max_tokens}: {source.name} is one continuous text '

@@ -43,7 +43,7 @@ ACCEPTED = {  # option of OpenAI's API → values that change nothing; all other
 
 @dataclass
 class ServeConfig(GeneratorChoice):
-    host: str = '127.0.0.1'  # 0.0.0.0: serve other machines; requires PLAINGPT_API_KEY to be set
+    host: str = '127.0.0.1'  # bind address; 0.0.0.0 accepts remote clients, needs PLAINGPT_API_KEY
     port: int = 8000  # 0: a free port
 
     def out_of_range(self):
@@ -214,8 +214,8 @@ def main(argv):
     config = load_config(ServeConfig, argv, __doc__, positional='out_dir')
     key = os.environ.get('PLAINGPT_API_KEY', '')
     if not key and not LOOPBACK.fullmatch(f'http://{config.host}'):
-        raise UserError(f'host={config.host}: other machines need a key; set PLAINGPT_API_KEY in '
-                        'the environment')
+        raise UserError(f'host={config.host}: remote access requires an API key; set '
+                        'PLAINGPT_API_KEY')
     if not re.fullmatch('[!-~]*', key):  # what an HTTP header can hold
         raise UserError('PLAINGPT_API_KEY: use only ASCII letters, digits and punctuation')
     with needs('starlette uvicorn', 'serve.py'):

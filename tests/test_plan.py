@@ -62,7 +62,7 @@ def test_the_suggested_batch_is_the_largest_that_fits(argv, share, option, plann
     argv = [*GPT2, *argv]
     memory = f'--gpu_memory_gb={share * total_gib(planned(*argv, "--gpu_memory_gb=80"))}'
     before = planned(*argv, memory)
-    options = re.search('^what fits: (--.*)', before, re.M)[1].split()
+    options = re.search('^fits with: (--.*)', before, re.M)[1].split()
     assert options[0].startswith(option)
     after = planned(*argv, memory, *options)
     assert fits(after)
@@ -94,7 +94,7 @@ def test_without_a_gpu_it_plans_for_this_machine(small, trained, planned):
     out = planned(*small)
     assert fits(out)
     assert 'CUDA' not in out
-    assert re.search(r'about [\d.hms]+ at the speed', out)
+    assert re.search(r'about [\d.hms]+ at the step time', out)
     checkpoint = 2**20 * float(re.search(r'disk: ([\d.]+) MiB', out)[1])
     folder = next((trained / 'checkpoints').iterdir())
     written = sum(path.stat().st_size for path in folder.glob('*.safetensors'))

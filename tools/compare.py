@@ -273,7 +273,7 @@ def main(argv):
     options = [arg for arg in argv if arg not in names]
     config = load_config(CompareConfig, options, __doc__, positional='text')
     if len(names) != 1:
-        raise UserError(f'name one comparison: {", ".join(COMPARISONS)}')
+        raise UserError(f'choose one comparison: {", ".join(COMPARISONS)}')
     if names[0] in ('race', 'race-gpu', 'equality', 'own-text') and not config.nanogpt:
         raise UserError(f'{names[0]} needs the code of nanoGPT: add --nanogpt=FOLDER')
     if names[0] == 'own-text' and not (config.text and config.minutes):

@@ -34,7 +34,7 @@ TURNED = {ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt, as
 
 
 def broken(node):
-    """A broken form of a node of a syntax tree, as code; None where there is none."""
+    """A broken form of a node of a syntax tree, as code; None if there is none."""
     new = copy.deepcopy(node)
     match new:
         case ast.Compare(ops=[op, *_]) if type(op) in TURNED:

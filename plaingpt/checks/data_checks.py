@@ -46,7 +46,7 @@ def compare_batch(batch, loader, stream, starts):
             if not torch.equal(idx[place], tokens[:-1]):
                 return 'the loader reads another file or position, or something modifies tokens'
             if ((targets[place] != tokens[1:]) & (targets[place] != -1)).any():
-                return 'the targets are not the next tokens, which are the inputs shifted by one'
+                return 'targets are not the inputs shifted by one'
             if stream.loss_mask is not None and not np.array_equal(
                     targets[place] != -1, stream.loss_mask.read(first, n)[1:] == 1):
                 return "the targets are not those of the loss mask, which are the assistant's " \
@@ -134,7 +134,7 @@ def tokens_match_the_tokenizer(run):
                 for start in np.linspace(0, max(0, len(stream) - EXCERPT_TOKENS), EXCERPTS)]
 
     def is_text(token):
-        return token not in base.control_ids and token < base.vocab_size
+        return token not in base.special_ids and token < base.vocab_size
 
     changed = total = 0
     texts = []
@@ -151,7 +151,7 @@ def tokens_match_the_tokenizer(run):
         if not run.dataset.meta:
             raise NotChecked(f'{run.dataset.folder} has no meta.json that names its tokenizer')
         if run.dataset.tokenizer_json()['kind'] == 'words':
-            raise NotChecked('the tokens were not made by the longest match')
+            raise NotChecked('the dataset was not encoded by longest match, so re-encoding differs')
         return f'{run.dataset.folder} was prepared with a different tokenizer than that of its ' \
                f'meta.json: {changed / total:.0%} of its tokens change when they are decoded, ' \
                f'as {texts[0][:80]!r}, and encoded again'
@@ -161,7 +161,7 @@ def first_text(run):
     """The beginning of the first training sequence, if the tokenizer is available."""
     ids = run.train_data.train_batch(0, 0)[0][0].tolist()
     with suppress(UserError):
-        return f'; the model will read {run.dataset.tokenizer().decode(ids)[:80]!r}'
+        return f'; first training sequence: {run.dataset.tokenizer().decode(ids)[:80]!r}'
     return ''
 
 

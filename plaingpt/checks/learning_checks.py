@@ -219,8 +219,8 @@ def checkpoint_round_trip_works(run):
     differing = [name for name in before if name not in after
                  or not torch.equal(before[name], after[name])]
     if differing:
-        return f'a checkpoint round trip changes {join_names(differing)}; it is not a parameter, ' \
-               'not in the optimizer state, or a weight that is no longer tied'
+        return f'a checkpoint round trip changes {join_names(differing)}; look for a tensor that ' \
+               'is not a Parameter, missing optimizer state, or weights that came untied'
 
 
 @torch.no_grad()

@@ -1,8 +1,9 @@
 """Preflight: checks before the first step that the code, the data and the weights are sound.
 
-People change this code. The preflight finds a mistake that raises no error in a second; otherwise
-it shows after hours, or never. To add a check, write a function (train.Run → None, or one line that
-says what is wrong and what usually causes it) and list it below. All processes run all checks.
+People change this code. A silent bug would otherwise show up after hours of training, or never; the
+preflight finds it in about a second. To add a check, write a function (train.Run → None, or one
+line that says what is wrong and what usually causes it) and list it below. All processes run all
+checks.
 """
 
 import time
@@ -61,7 +62,7 @@ def preflight(run):
     with torch.random.fork_rng([run.device] if run.device.type == 'cuda' else []), \
             eager(run.compile):
         problems = {} if resumes else run_checks(SETUP_CHECKS, run, skipped)
-        if not any(problems.values()):  # else the code checks would report the same again
+        if not any(problems.values()):  # else the code checks would repeat the same failures
             checks = RESUME_CHECKS if resumes else CODE_CHECKS
             problems |= run_checks(checks, with_small_model(run), skipped)
     if run.device.type == 'cuda':
@@ -69,8 +70,9 @@ def preflight(run):
     failed = [name for name, problem in problems.items() if problem]
     if failed:
         raise UserError('\n'.join([
-            *(f'preflight: {problems[name]}' for name in failed), 'nothing was trained: fix this, '
-            f'or if it is intended, add --skip_checks={",".join(skipped + failed)}']))
+            *(f'preflight: {problems[name]}' for name in failed),
+            'training did not start; fix this, or if it is intended, add '
+            f'--skip_checks={",".join(skipped + failed)}']))
     if not resumes:
         print0(f'preflight: {len(problems)} checks passed in '
                f'{time.perf_counter() - start_time:.2f} s{data_checks.first_text(run)}')

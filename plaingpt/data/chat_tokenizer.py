@@ -97,7 +97,7 @@ class ChatTokenizer:
     """
 
     def __init__(self, base, template=''):
-        """template: a pretrained model's, in Jinja. Raises UserError where it cannot be used."""
+        """template: a pretrained model's, in Jinja. Raises UserError if it cannot be used."""
         self.base, self.template, self.vocab_size = base, template, base.vocab_size
         self.template_variables = {}
         if self.has_own_template():
@@ -177,7 +177,7 @@ class ChatTokenizer:
 
     def encode_conversation(self, messages):
         """[{'role': …, 'content': …}, …] → (ids, loss mask: True for each id in the loss).
-        Raises UserError where a pretrained model's template cannot express the conversation."""
+        Raises UserError if a pretrained model's template cannot express the conversation."""
         if self.has_own_template():  # the same as rendering TEMPLATE, in half the time
             segments = [(self.arrays['<|conversation|>'], False)]
             for message in messages:

@@ -132,7 +132,7 @@ class ConversationReader:
                            f': to learn the chosen replies, {advice}')
         if not is_pair:
             raise Unusable(where, 'cannot find question and answer columns',
-                           f' among {list_columns(row)}: name them with --prompt and --completion')
+                           f' among {list_columns(row)}: set them with --prompt and --completion')
         if row.get('label') is False:
             raise Unusable(where, 'labeled false (a rejected reply)')
         return {'prompt': prompt, 'completion': completion,

@@ -22,7 +22,7 @@ from plaingpt.system.formatting import command_for, quoted
 FORMAT_VERSION = 1
 META_KEYS = {'format_version', 'dtype', 'vocab_size', 'tokenizer', 'splits', 'source'}
 SPLITS = ('train', 'val')
-MASK_ENDING = '_mask.bin'  # the file with the loss mask of NAME.bin
+MASK_SUFFIX = '_mask.bin'  # the file with the loss mask of NAME.bin
 TOKEN_FILES = re.compile(r'(train|val)(_\d{6})?(_mask)?\.bin')
 VERIFIED_TOKENS = 2**27  # larger splits are not verified before a run: it would take a second
 SAMPLE_QUESTIONS = 3  # validation questions that a fine-tuned model answers in its samples
@@ -57,14 +57,14 @@ class Dataset:
                    for component, value in zip(self.components, values, strict=True))
 
     def tokenizer(self):
-        """The tokenizer of the files. Raises UserError where it cannot be loaded."""
+        """The tokenizer of the files. Raises UserError if it cannot be loaded."""
         return tokenizers.from_json(self.tokenizer_json())
 
     def tokenizer_json(self):
         return self.meta.get('tokenizer', {'kind': 'gpt2'})
 
     def split_entry(self, split):
-        """The entry of a split in meta.json, {} where there is none."""
+        """The entry of a split in meta.json, {} if there is none."""
         return self.meta.get('splits', {}).get(split, {})
 
     def has_mask(self):
@@ -80,7 +80,7 @@ class Dataset:
         return self.tokenizer_json()['kind'] == 'ids'
 
     def id_dtypes(self):
-        """The dtypes of the ids: 'uint16', or 'train int64, val uint16' where splits differ."""
+        """The dtypes of the ids: 'uint16', or 'train int64, val uint16' if splits differ."""
         names = {}
         for split in SPLITS:
             files, _ = self._open_files(split)
@@ -90,14 +90,14 @@ class Dataset:
         return ', '.join(f'{split} {name}' for split, name in names.items())
 
     def bytes_per_token(self, split):
-        """UTF-8 bytes of text per token, or None where meta.json does not say."""
+        """UTF-8 bytes of text per token, or None if meta.json does not say."""
         entry = self.split_entry(split)
         if self.has_mask() or not entry.get('bytes'):  # the bytes of the replies are not counted
             return None
         return entry['bytes'] / entry['tokens']
 
     def token_bytes(self, split):
-        """tokenizers.token_bytes, or None where meta.json does not have the bytes of a split.
+        """tokenizers.token_bytes, or None if meta.json does not have the bytes of a split.
         Raises UserError."""
         if not self.bytes_per_token(split):
             return None
@@ -105,7 +105,7 @@ class Dataset:
 
     def identity(self, split):
         """A fingerprint of the tokens of a split, wherever the folder is: the checksums of its
-        files, or of samples from them where meta.json has none. The user's own ids are always
+        files, or of samples from them if meta.json has none. The user's own ids are always
         sampled, as they may get their meta.json later."""
         files, masks = self._open_files(split)
         checksums = []
@@ -199,7 +199,7 @@ class Mixture(Dataset):
 
 def mask_name(name):
     """'train.bin' → 'train_mask.bin'"""
-    return name.removesuffix('.bin') + MASK_ENDING
+    return name.removesuffix('.bin') + MASK_SUFFIX
 
 
 # -----------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def mask_name(name):
 
 
 def dataset_folder(name):
-    """The folder of a dataset: data/<name>, or `name` itself where it is a path."""
+    """The folder of a dataset: data/<name>, or `name` itself if it is a path."""
     return Path('data', name) if Path(name).parts == (name,) else Path(name)
 
 
@@ -276,7 +276,7 @@ def has_token_files(spec):
 
 
 def open_dataset_spec(spec, vocab_size=0):
-    """The setting `dataset` → Dataset, or a Mixture where it names several. vocab_size: see
+    """The setting `dataset` → Dataset, or a Mixture if it names several. vocab_size: see
     open_dataset. Raises UserError."""
     components = [Component(name, open_dataset(dataset_folder(name), vocab_size), weight)
                   for name, weight in parse_dataset_spec(spec).items()]
@@ -291,8 +291,8 @@ def open_dataset_spec(spec, vocab_size=0):
 
 def open_data(config, world):
     """Open the dataset or mixture of a TrainConfig. Small corpora are prepared first if needed.
-    Raises UserError, also where processes see different tokens: hosts have different files, or the
-    dataset was replaced while the processes started."""
+    Raises UserError, also if dataset files differ between processes: hosts have different files, or
+    the dataset was replaced while the processes started."""
     from plaingpt.system.distributed import all_gather, barrier, gloo_group, print0  # with torch
     if world.local_rank == 0:
         for name in parse_dataset_spec(config.dataset):
@@ -311,8 +311,8 @@ def open_data(config, world):
                         f'{dataset.vocab_size}; remove --vocab_size')
     identity = [dataset.identity('train'), dataset.identity('val')]
     if any(other != identity for other in all_gather(identity, gloo_group())):
-        raise UserError(f'{dataset.folder}: the processes of this run see different tokens; '
-                        'copy the same files to all hosts and start again')
+        raise UserError(f'{dataset.folder}: the dataset files differ between processes; copy '
+                        'the same files to all hosts and start again')
     return dataset
 
 

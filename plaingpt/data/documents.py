@@ -24,20 +24,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from plaingpt.data import text_files
-from plaingpt.data.rows import FORMATS, ending_of, file_format, read_rows
+from plaingpt.data.rows import FORMATS, extension_of, file_format, read_rows
 from plaingpt.data.text_files import holds_utf8, open_text, read_documents, read_lines
 from plaingpt.data.unusable import Tally, Unusable
 from plaingpt.system.errors import UserError, needs, progress_bar
 from plaingpt.system.files import is_hub_name, write_atomically
 from plaingpt.system.formatting import count_of, one_line, shown
 
-TEXT_ENDINGS = {  # of the files that are read in a folder
+TEXT_EXTENSIONS = {  # of the files that are read in a folder
     '.txt', '.md', '.rst', '.tex', '.py', '.pyi', '.c', '.h', '.cc', '.cpp', '.hpp',
     '.cu', '.rs', '.go', '.java', '.js', '.ts', '.jsx', '.tsx', '.rb', '.php', '.pl', '.lua', '.r',
     '.jl', '.hs', '.ml', '.scala', '.kt', '.swift', '.cs', '.sh', '.sql', '.css', '.xml',
     '.yaml', '.yml', '.toml', '.jsonl', '.ndjson', '.parquet'}
 COMPRESSED = {'.zst', '.bz2', '.xz', '.zip', '.7z', '.rar', '.tar', '.tgz', '.lz4'}
-MAX_ENDINGS = 8  # printed by count_endings
+MAX_EXTENSIONS = 8  # printed by count_extensions
 CONTINUOUS_FILES = 100  # fewer text files form one continuous text
 MIN_PIECE_CHARS = 2**15  # pieces of a file that are assigned to a split
 MAX_NUL = 0.05  # fraction of NUL bytes in text; UTF-16 and binary files have more
@@ -60,7 +60,7 @@ def open_source(name, corpus, config, folder, reader):
     if corpus.kind == 'hub' or (is_chat and (on_hub or holds_only_parquet(config.input))):
         return open_hub_dataset(corpus, config, reader)
     if config.input:
-        paths, explicit = find_files(config.input, FORMATS if is_chat else TEXT_ENDINGS)
+        paths, explicit = find_files(config.input, FORMATS if is_chat else TEXT_EXTENSIONS)
     elif corpus.url:
         paths, explicit = [download(corpus.url, corpus.sha256, folder)], ()
     elif callable(corpus.files):
@@ -77,7 +77,7 @@ def open_source(name, corpus, config, folder, reader):
                                 'per line')
     elif files.has_rows and config.documents != 'auto':
         raise UserError(f'documents={config.documents}: each row of {files.name} is a document; '
-                        'remove --documents, or name only text files')
+                        'remove --documents, or pass only text files')
     elif config.text_field and not files.has_rows:
         raise UserError(f'text_field={config.text_field}: {files.name} is plain text without '
                         'fields; remove --text_field')
@@ -101,8 +101,8 @@ def open_hub_dataset(corpus, config, reader):
 def holds_only_parquet(folder):
     """Whether a folder is laid out like a dataset on the Hub: all rows are in Parquet files; a
     .json file may describe them."""
-    endings = {ending_of(path) for path in search(folder)} & FORMATS.keys()
-    return endings - {'.json'} == {'.parquet'}
+    extensions = {extension_of(path) for path in search(folder)} & FORMATS.keys()
+    return extensions - {'.json'} == {'.parquet'}
 
 
 class Source:
@@ -225,7 +225,7 @@ class Files(Source):
 
     def read_file(self, path, size):
         """Yield the same for one file. Raises Unusable."""
-        if ending_of(path) in COMPRESSED:
+        if extension_of(path) in COMPRESSED:
             raise Unusable(shown(path), 'compressed', ': unpack it first')
         try:
             self._file = open(path, 'rb')
@@ -297,9 +297,9 @@ class Files(Source):
 # the setting `input` → files
 
 
-def find_files(pattern, endings=TEXT_ENDINGS):
+def find_files(pattern, extensions=TEXT_EXTENSIONS):
     """'a.txt,~/notes/,logs/*.gz' → (sorted paths, those that were named one by one). Prints which
-    files of folders and globs are read and which are not. endings: of the files to read in
+    files of folders and globs are read and which are not. extensions: of the files to read in
     folders. Raises UserError."""
     paths, explicit, skipped = set(), set(), set()
     names = [pattern]
@@ -312,41 +312,42 @@ def find_files(pattern, endings=TEXT_ENDINGS):
         for path in map(Path, matches):
             if path.is_dir():
                 for inside in search(path):
-                    if ending_of(inside) in endings:
+                    if extension_of(inside) in extensions:
                         paths.add(inside)
                     else:
                         skipped.add(inside)
             elif path.is_file():
                 paths.add(path)
             else:
-                raise UserError(f'{shown(path)}: not a regular file, and text is read more than '
-                                'once; write it to a file and name that with --input')
+                raise UserError(f'{shown(path)}: not a regular file (a pipe?); the input is read '
+                                'more than once, so save it to a file first')
         if os.path.isfile(name):
             explicit.add(Path(name))
     skipped -= paths
     if len(explicit) < len(paths) or skipped:
         report_files(paths, skipped)
     if not paths:
-        raise UserError(f'{shown(pattern)}: no text files found; name the files with the text, or '
+        raise UserError(f'{shown(pattern)}: no text files found; pass the files with the text, or '
                         'use a glob such as notes/*.org')
     return sorted(paths), explicit
 
 
 def report_files(paths, skipped):
     if paths:
-        print(f'reading {count_of(len(paths), "file")}: {count_endings(paths)}')
+        print(f'reading {count_of(len(paths), "file")}: {count_extensions(paths)}')
     if skipped:
-        advice = 'to read some of them, name them or use a glob such as notes/*.csv'
-        if any(ending_of(path) in COMPRESSED for path in skipped):
+        advice = 'to read some of them, pass them by name or use a glob such as notes/*.csv'
+        if any(extension_of(path) in COMPRESSED for path in skipped):
             advice += '; unpack compressed files first'
-        print(f'skipped: {count_endings(skipped)} ({advice})')
+        print(f'skipped: {count_extensions(skipped)} ({advice})')
 
 
-def count_endings(paths):
+def count_extensions(paths):
     """'20 .md, 3 .txt', the most common ones first."""
-    endings = Counter(ending_of(path) or 'without extension' for path in sorted(paths))
-    counts = [f'{n:,} {shown(ending)}' for ending, n in endings.most_common(MAX_ENDINGS)]
-    others = len(paths) - sum(n for _, n in endings.most_common(MAX_ENDINGS))
+    extensions = Counter(extension_of(path) or 'without extension' for path in sorted(paths))
+    most_common = extensions.most_common(MAX_EXTENSIONS)
+    counts = [f'{n:,} {shown(extension)}' for extension, n in most_common]
+    others = len(paths) - sum(n for _, n in most_common)
     if others:
         counts.append(f'{others:,} others')
     return ', '.join(counts)
@@ -371,9 +372,9 @@ def download(url, sha256, folder):
                 data = response.read()
         except (OSError, http.client.HTTPException) as e:
             raise UserError(f'cannot download {url} ({getattr(e, "reason", e)}); try again, or '
-                            'name a local copy with --input=FILE') from None
+                            'pass a local copy with --input=FILE') from None
         if hashlib.sha256(data).hexdigest() != sha256:
-            raise UserError(f'{url}: the downloaded file has a wrong checksum; try again, or name '
+            raise UserError(f'{url}: the downloaded file has a wrong checksum; try again, or pass '
                             'a local copy with --input=FILE')
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, data)
@@ -443,7 +444,7 @@ class HubDataset(Source):
 
 
 @contextmanager
-def explain_hub_errors(name, alternative='name a local copy with --input=FOLDER'):
+def explain_hub_errors(name, alternative='pass a local copy with --input=FOLDER'):
     """Turns the many exceptions of the Hub's libraries into a UserError of one line.
     alternative: what to do without the Hub"""
     try:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from plaingpt.data.dataset import MASK_ENDING, SPLITS
+from plaingpt.data.dataset import MASK_SUFFIX, SPLITS
 from plaingpt.data.gigatoken import fast_encode
 from plaingpt.data.shards import ShardWriter, write_meta, write_progress
 from plaingpt.data.tokenizers import is_chat
@@ -52,7 +52,7 @@ def write_tokens(source, tokenizer, job, options):
     dtype = np.dtype('<u2' if tokenizer.vocab_size <= 2**16 else '<u4')
     columns = {'.bin': dtype}
     if is_chat(tokenizer):  # the texts are conversations in JSON
-        columns[MASK_ENDING] = np.dtype('u1')
+        columns[MASK_SUFFIX] = np.dtype('u1')
         encoder = ConversationEncoder(tokenizer, dtype)
     else:
         separator = None if source.is_continuous else tokenizer.end_of_text

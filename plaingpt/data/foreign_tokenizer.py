@@ -13,7 +13,7 @@ import numpy as np
 from plaingpt.data.documents import explain_hub_errors
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import read_json
-from plaingpt.system.formatting import join_halves, one_line
+from plaingpt.system.formatting import join_surrogates, one_line
 
 OUR_TOKENIZER = 'plaingpt_tokenizer.json'  # in an exported folder: to_json() of our tokenizer
 TEMPLATE_FILE = 'chat_template.jinja'
@@ -32,7 +32,7 @@ def download(name, patterns):
     with needs('huggingface_hub', f'downloading {name}'):
         from huggingface_hub import snapshot_download
     with explain_hub_errors(f'{name} is not a local folder, and on the Hub it',
-                            'name a local folder with these files'):
+                            'pass a local folder with these files'):
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
 
 
@@ -106,8 +106,8 @@ def find_template(files):
 
 @lru_cache(1)  # a command needs the same one several times, and parsing Qwen3's takes a second
 def parse_tokenizer(text):
-    """The text of a tokenizer.json → tokenizers.Tokenizer. Raises ValueError where it is not
-    supported, and UserError where the package is missing."""
+    """The text of a tokenizer.json → tokenizers.Tokenizer. Raises ValueError if it is not
+    supported, and UserError if the package is missing."""
     with needs('tokenizers', 'a tokenizer.json'):
         import tokenizers
     try:
@@ -139,10 +139,10 @@ class ForeignTokenizer:
         self._added = self._tokenizer.get_added_tokens_decoder()
         self.control_tokens = {token.content: i for i, token in self._added.items()
                                if token.special}
-        self.control_ids = frozenset(self.control_tokens.values())
+        self.special_ids = frozenset(self.control_tokens.values())
 
     def encode(self, text):
-        text, _ = join_halves(text)
+        text, _ = join_surrogates(text)
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def decode(self, ids):

@@ -13,7 +13,7 @@ import numpy as np
 
 from plaingpt.data.tokenizers import BytePairTokenizer
 from plaingpt.system.errors import UserError
-from plaingpt.system.formatting import join_halves
+from plaingpt.system.formatting import join_surrogates
 
 CACHE_BYTES = 2**25  # rebuild the encoder after this much text: it caches every word
 CHECKED_BYTES = 2**20  # compared at the start, and 1% later
@@ -31,8 +31,8 @@ class Gigatoken:
         self.lock = threading.Lock()  # the encoder raises if two threads call it at once
 
     def encode(self, text):
-        """tokenizer.encode. Raises UserError where the ids differ from tiktoken's."""
-        text, data = join_halves(text)
+        """tokenizer.encode. Raises UserError if the ids differ from tiktoken's."""
+        text, data = join_surrogates(text)
         if not text.isascii() and NEW_CHARACTERS.search(text):
             return self.tokenizer.encode(text)
         with self.lock:

@@ -109,8 +109,8 @@ def print_overlap(entry):
     if entry.get('in_train') is not None:
         print_share(entry['in_train'], 'validation text is also in the training split', advice)
     if entry.get('lines_in_train') is not None:
-        print_share(entry['lines_in_train'], 'validation lines are, ignoring numbers, also in the '
-                    'training split', advice)
+        print_share(entry['lines_in_train'], 'validation lines also occur in the training split '
+                    '(ignoring numbers)', advice)
 
 
 def warn_of_different_text(dataset):

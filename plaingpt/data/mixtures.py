@@ -43,7 +43,7 @@ def apportion(weights, n):
 
 
 def check_components(components):
-    """Raises UserError where datasets cannot be mixed."""
+    """Raises UserError if datasets cannot be mixed."""
     first = components[0].dataset
     vocabulary = tokenizers.vocabulary_of(first.tokenizer_json())
     for _, dataset, _ in components:

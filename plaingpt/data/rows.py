@@ -11,7 +11,7 @@ from pathlib import Path
 from plaingpt.data.text_files import Separators, open_text
 from plaingpt.data.unusable import Unusable
 from plaingpt.system.errors import needs
-from plaingpt.system.formatting import join_halves, one_line, shown
+from plaingpt.system.formatting import join_surrogates, one_line, shown
 
 FORMATS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'csv',
            '.parquet': 'parquet'}  # ending → format; all other files are text
@@ -56,17 +56,17 @@ def list_columns(row):
 
 def file_format(path):
     """'text', 'jsonl', 'json', 'csv' or 'parquet', by the file name."""
-    return FORMATS.get(ending_of(path), 'text')
+    return FORMATS.get(extension_of(path), 'text')
 
 
-def ending_of(path):
+def extension_of(path):
     """The lower-case extension without .gz: '.txt' for a.TXT.gz."""
     return Path(path.name.lower().removesuffix('.gz')).suffix
 
 
 def read_rows(file, encoding='utf-8', is_needed=None):
     """Yield ('FILE, line N' or 'FILE, row N', row) from an open file of rows. A row is a JSON
-    value, a dict of columns, or an Unusable. Raises Unusable where the file cannot be read.
+    value, a dict of columns, or an Unusable. Raises Unusable if the file cannot be read.
     is_needed: column name → whether to read it (Parquet)"""
     file_type, name = file_format(Path(file.name)), shown(file.name)
     if file_type == 'parquet':
@@ -199,7 +199,7 @@ class TextReader:
         return [self.find_field(row, where)]
 
     def find_field(self, row, where):
-        """The name of the text field in a row. Raises Unusable where there is none."""
+        """The name of the text field in a row. Raises Unusable if there is none."""
         match = first_match(self.names(), row if isinstance(row, dict) else ())
         if match is not None:
             return match
@@ -217,5 +217,5 @@ class TextReader:
             if not isinstance(text, str):
                 raise Unusable(where, f'field {name!r} is not text but {type(text).__name__}',
                                ': choose another with --text_field')
-        text, _ = join_halves(text)  # JSON may contain lone surrogates
+        text, _ = join_surrogates(text)  # JSON may contain lone surrogates
         return [document for document in self.separators.split(text) if document.strip()]

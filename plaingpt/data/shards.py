@@ -14,7 +14,7 @@ import numpy as np
 
 from plaingpt.data.dataset import (
     FORMAT_VERSION,
-    MASK_ENDING,
+    MASK_SUFFIX,
     TOKEN_FILES,
     UNFINISHED,
     Dataset,
@@ -104,18 +104,18 @@ class ShardWriter:
                 os.replace(self.path(0, ending), self.folder / f'{self.split}{ending}')
         for file in files:
             file['sha256'] = sha256_of(self.folder / file['name'])
-            if MASK_ENDING in self.columns:
+            if MASK_SUFFIX in self.columns:
                 file['mask_sha256'] = sha256_of(self.folder / mask_name(file['name']))
         entry = {'tokens': self.tokens, 'documents': self.documents, 'bytes': self.bytes,
                  'files': files}
-        if MASK_ENDING in self.columns:
+        if MASK_SUFFIX in self.columns:
             entry['learned'] = self.learned
         return entry
 
 
 def write_meta(folder, dtype, tokenizer, splits, command):
     """Write meta.json, including how much of the validation text is in the training split.
-    splits: the entry of each. Raises UserError where a split is empty."""
+    splits: the entry of each. Raises UserError if a split is empty."""
     for split, entry in splits.items():
         if not entry['tokens']:
             raise UserError(f'{command["input"]}: the {split} split is empty; use more text, or '
@@ -171,8 +171,8 @@ def publish(folder):
 
 
 def is_up_to_date(folder, command, overwrite):
-    """Whether this command wrote `folder` and its files are intact. Raises UserError where another
-    command wrote it, unless `overwrite`, and where the files are not from prepare.py."""
+    """Whether this command wrote `folder` and its files are intact. Raises UserError if another
+    command wrote it, unless `overwrite`, or if the files are not from prepare.py."""
     path = folder / 'meta.json'
     if not path.exists():
         if holds_tokens(folder) and not (folder / UNFINISHED).exists():

@@ -17,7 +17,7 @@ from plaingpt.data.text_files import find_boundary
 from plaingpt.data.tokenizers import BPETokenizer, CharTokenizer
 from plaingpt.system.errors import UserError, progress_bar
 from plaingpt.system.files import is_hub_name, read_json
-from plaingpt.system.formatting import join_halves
+from plaingpt.system.formatting import join_surrogates
 
 NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
 UNTRAINED = 'gpt2', 'byte'  # the same for every text
@@ -72,7 +72,7 @@ def check_round_trip(tokenizer, source):
     tokenizer, checked = getattr(tokenizer, 'base', tokenizer), 0
     with closing(source.pieces()) as pieces:
         for piece in pieces:
-            text, _ = join_halves(piece.text)
+            text, _ = join_surrogates(piece.text)
             decoded = tokenizer.decode(tokenizer.encode(text))
             if decoded != text:
                 start = max(0, first_difference(text, decoded) - 10)

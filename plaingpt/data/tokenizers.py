@@ -6,7 +6,7 @@ pretrained model's tokenizer (foreign_tokenizer.py); each also for conversations
     tokenizer.decode(ids)    ids → str; decode_bytes: UTF-8, which may end within a character
     tokenizer.vocab_size     ids run from 0 to vocab_size - 1
     tokenizer.end_of_text    the id in front of each document, or None
-    tokenizer.control_ids    the ids that do not stand for text
+    tokenizer.special_ids    the ids that do not stand for text
     tokenizer.stop_ids       the ids that end a generated text or reply
     tokenizer.to_json()      a JSON object, from which from_json restores the tokenizer
 """
@@ -18,7 +18,7 @@ import re
 import numpy as np
 
 from plaingpt.system.errors import UserError
-from plaingpt.system.formatting import join_halves
+from plaingpt.system.formatting import join_surrogates
 
 # of {token: id} in OpenAI's encoder.json and in every tokenizer.json of GPT-2, sorted by key
 GPT2_VOCAB_SHA256 = '855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2'
@@ -27,7 +27,7 @@ GPT2_VOCAB_SHA256 = '855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9
 class Tokenizer:
     """Base class: no special tokens, and decode by way of bytes."""
 
-    end_of_text, control_ids, stop_ids = None, frozenset(), frozenset()
+    end_of_text, special_ids, stop_ids = None, frozenset(), frozenset()
 
     def decode(self, ids):
         """Invalid UTF-8, such as an incomplete character, becomes U+FFFD."""
@@ -143,11 +143,11 @@ class ByteTokenizer(Tokenizer):
     """The bytes of UTF-8, and 256 for end of text. It encodes any text without a vocabulary."""
 
     end_of_text = 256
-    control_ids = stop_ids = frozenset({end_of_text})
+    special_ids = stop_ids = frozenset({end_of_text})
     vocab_size = 257
 
     def encode(self, text):
-        return np.frombuffer(join_halves(text)[1], dtype=np.uint8)
+        return np.frombuffer(join_surrogates(text)[1], dtype=np.uint8)
 
     def decode_bytes(self, ids):
         return bytes(i for i in ids if i != self.end_of_text)
@@ -187,7 +187,7 @@ class BytePairTokenizer(Tokenizer):
 
     def encode(self, text):
         # encode_ordinary would build its list while holding the GIL, which blocks other threads.
-        return self.encoding.encode_to_numpy(join_halves(text)[0], disallowed_special=())
+        return self.encoding.encode_to_numpy(join_surrogates(text)[0], disallowed_special=())
 
     def decode_bytes(self, ids):
         return self.encoding.decode_bytes([int(i) for i in ids])
@@ -197,7 +197,7 @@ class GPT2Tokenizer(BytePairTokenizer):
     """GPT-2's byte-level BPE of 50,257 tokens, from tiktoken."""
 
     end_of_text = 50256
-    control_ids = stop_ids = frozenset({end_of_text})
+    special_ids = stop_ids = frozenset({end_of_text})
     vocab_size = 50257
 
     def __init__(self):
@@ -230,7 +230,7 @@ class BPETokenizer(BytePairTokenizer):
         import tiktoken
         self.tokens = tokens
         self.end_of_text = len(tokens)
-        self.control_ids = self.stop_ids = frozenset({self.end_of_text})
+        self.special_ids = self.stop_ids = frozenset({self.end_of_text})
         self.vocab_size = len(tokens) + 2
         super().__init__(tiktoken.Encoding(
             'bpe', pat_str=self.POSSESSIVE,
@@ -283,7 +283,7 @@ def token_bytes(tokenizer):
     base = getattr(tokenizer, 'base', tokenizer)  # a ChatTokenizer's tokenizer of text
     sizes = np.zeros(tokenizer.vocab_size, np.int64)
     for i in range(base.vocab_size):
-        if i not in base.control_ids:
+        if i not in base.special_ids:
             sizes[i] = len(base.decode_bytes([i]))
     return sizes
 

@@ -225,13 +225,13 @@ def train_all(variants, folder, trees=None):
 def compare(runs):
     """Runs → a dict per variant. loss, loss_error: mean over seeds and its standard error; change,
     change_error: the same for the differences from the first variant, paired by seed; half_width:
-    of the 95% interval of the change; clear: whether that excludes zero; step_ms: the median. None
-    stands for unknown, and `problem` says why."""
+    of the 95% interval of the change; significant: whether that excludes zero; step_ms: the median.
+    None stands for unknown, and `problem` says why."""
     groups = {}
     for run in runs:
         groups.setdefault(run['variant'], []).append(run)
     base_losses = [run['final_loss'] for run in next(iter(groups.values()))]
-    keys = ('loss', 'loss_error', 'change', 'change_error', 'half_width', 'clear', 'step_ms')
+    keys = ('loss', 'loss_error', 'change', 'change_error', 'half_width', 'significant', 'step_ms')
     rows = []
     for name, group in groups.items():
         row = {'variant': name, **dict.fromkeys(keys), 'problem': ''}
@@ -248,7 +248,7 @@ def compare(runs):
             row['change'], row['change_error'] = mean_and_error(differences)
             if len(losses) > 1:
                 row['half_width'] = STUDENT_T[min(len(losses), 31) - 2] * row['change_error']
-                row['clear'] = abs(row['change']) > row['half_width']
+                row['significant'] = abs(row['change']) > row['half_width']
         rows.append(row)
     return rows
 
@@ -269,7 +269,7 @@ def format_comparison(rows):
     for row in rows:
         loss = row['problem'] or with_error('.4f', row['loss'], row['loss_error'])
         table.append([row['variant'], loss, with_error('+.4f', row['change'], row['change_error']),
-                      significance[row['clear']], format_number('.1f', row['step_ms'])])
+                      significance[row['significant']], format_number('.1f', row['step_ms'])])
     return f'{note}\n\n{markdown(header, table)}'
 
 
@@ -384,7 +384,7 @@ def judge_runs(runs, comparison):
     _, change = comparison
     if change['change'] is None:
         raise UserError('the last validation loss of a run is not finite')
-    if not change['clear']:
+    if not change['significant']:
         verdict = 'NOT SHOWN'
     elif change['change'] < 0:
         verdict = 'BETTER'

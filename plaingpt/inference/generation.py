@@ -30,7 +30,7 @@ def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, generato
              on_token=None, compiled=None, **sampling):
     """Continue each of `prompts` (lists of token ids of any lengths) → the new token ids of each.
 
-    sampling: temperature, top_k and top_p of choose_next_token
+    sampling: temperature, top_k and top_p of sample_next_token
     generators: a torch.Generator per row, so that no row depends on the others; None: torch's own
     on_token: called with (row, token) for each new token; returning True ends the row and discards
     the token
@@ -67,8 +67,8 @@ def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, generato
             padded = [[0] * n + context for n, context in zip(padding, contexts, strict=True)]
             idx = torch.tensor(padded, device=device)  # (B, T)
         cache.advance(idx.size(1))
-        noise = torch.cat([torch.rand(1, 1, dtype=torch.double, generator=g) for g in generators])
-        idx = step(model, idx, cache, noise, present, repetition_penalty, **sampling)  # (B, 1)
+        uniform = torch.cat([torch.rand(1, 1, dtype=torch.double, generator=g) for g in generators])
+        idx = step(model, idx, cache, uniform, present, repetition_penalty, **sampling)  # (B, 1)
         if present is not None:
             present.scatter_(1, idx, True)
         for i, token in enumerate(idx.flatten().tolist()):
@@ -95,7 +95,7 @@ def context_start(length, block_size):
 # from logits to the next token
 
 
-def next_tokens(model, idx, cache, noise, present, repetition_penalty, **sampling):
+def next_tokens(model, idx, cache, uniform, present, repetition_penalty, **sampling):
     """idx (B, T), after cache.advance(T) → the next token of each row, (B, 1).
     present (B, V): True for tokens that the row contains; None without a repetition penalty"""
     logits = model.logits(model.hidden(idx, cache)[:, -1]).float()  # (B, V)
@@ -103,7 +103,7 @@ def next_tokens(model, idx, cache, noise, present, repetition_penalty, **samplin
         penalized = torch.where(logits > 0, logits / repetition_penalty,
                                 logits * repetition_penalty)
         logits = torch.where(present, penalized, logits)
-    return choose_next_token(logits, noise, **sampling)
+    return sample_next_token(logits, uniform, **sampling)
 
 
 class CompiledStep:
@@ -123,15 +123,15 @@ class CompiledStep:
             self.caches[batch_size] = KVCache(config, config.block_size, device, static=True)
         return self.caches[batch_size]
 
-    def __call__(self, model, idx, cache, noise, *penalty, **sampling):
+    def __call__(self, model, idx, cache, uniform, *penalty, **sampling):
         if idx.is_cuda:
-            noise = noise.to(idx.device)  # a CUDA graph cannot read CPU memory
-        idx = self.compiled(model, idx, cache, noise, *penalty, **sampling)
+            uniform = uniform.to(idx.device)  # a CUDA graph cannot read CPU memory
+        idx = self.compiled(model, idx, cache, uniform, *penalty, **sampling)
         return idx.clone()  # the next replay of the graph overwrites its outputs
 
 
-def choose_next_token(logits, noise, temperature=1.0, top_k=0, top_p=1.0):
-    """logits (B, V), noise (B, 1) uniform in [0, 1) → a sampled token per row, (B, 1).
+def sample_next_token(logits, uniform, temperature=1.0, top_k=0, top_p=1.0):
+    """logits (B, V), uniform (B, 1) in [0, 1) → a sampled token per row, (B, 1).
 
     temperature: divides the logits; 0 is greedy
     top_k: sample from the k most likely tokens (Fan et al. 2018); 0: from all
@@ -150,10 +150,10 @@ def choose_next_token(logits, noise, temperature=1.0, top_k=0, top_p=1.0):
     if top_p < 1:
         outside_nucleus = probs.cumsum(dim=-1) - probs >= top_p  # never the first token
         probs = probs.masked_fill(outside_nucleus, 0)
-    # Invert the cumulative distribution at the noise.
+    # Inverse transform sampling: invert the cumulative distribution.
     dtype = torch.float32 if probs.device.type == 'mps' else torch.double  # mps has no float64
     cdf = probs.cumsum(dim=-1, dtype=dtype)  # (B, V or k)
-    target = noise.to(probs.device, dtype) * cdf[:, -1:]
+    target = uniform.to(probs.device, dtype) * cdf[:, -1:]
     choice = torch.searchsorted(cdf, target, right=True).clamp(max=probs.size(-1) - 1)  # (B, 1)
     if sorted_ids is None:
         return choice
@@ -268,9 +268,8 @@ class LayerCache:
 
 @torch.inference_mode()
 def check_cache(model, T=32):
-    """Raise UserError if the model computes something else with a KV cache than without, which an
-    edited model.py may. T tokens are compared, then more of them in a small model of the same code.
-    """
+    """Raise UserError if outputs with and without the KV cache differ, as they may after an edit to
+    model.py. T tokens are compared, then more of them in a small model of the same code."""
     config = model.config
     device = model.lm_head.weight.device
     T = min(T, config.block_size)
@@ -312,7 +311,7 @@ def small_copy(model):
 # weights packed for generation
 
 
-WIDE = 768  # n_embd; narrower float32 models are slower with packed weights
+MIN_PACKED_WIDTH = 768  # n_embd; narrower float32 models are slower with packed weights
 
 
 def prepare_for_generation(model, device, dtype, pack=True):
@@ -339,7 +338,7 @@ def packing_is_faster(model, dtype):
         return False
     if dtype == 'bfloat16':
         return cpu_has_bfloat16()
-    return dtype == 'float32' and model.config.n_embd >= WIDE
+    return dtype == 'float32' and model.config.n_embd >= MIN_PACKED_WIDTH
 
 
 class PackedLinear(nn.Module):

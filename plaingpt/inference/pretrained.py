@@ -36,8 +36,7 @@ def open_pretrained(source):
     if source in PRETRAINED and not path.is_dir():
         return Pretrained(source, path, READABLE['gpt2'].write_weights, PRETRAINED[source])
     if path.is_dir() and not (path / 'config.json').exists():
-        raise UserError(f'{source}: no checkpoint, config.json or ckpt.pt in this folder; name one '
-                        'that has one of these')
+        raise UserError(f'{source}: expected a folder with checkpoints/, config.json or ckpt.pt')
     folder = path if path.is_dir() else download_model(source, ['config.json'])
     with explain_bad_folder(folder):
         hf_config = read_json(folder / 'config.json')
@@ -180,8 +179,8 @@ def read_nanogpt(path):
     except Exception as e:  # torch.load raises many kinds of errors
         refused = re.search(r'GLOBAL (\S+)', str(e))
         if refused:
-            raise UserError(f'{path}: refused, because it contains {refused[1]}, which could run '
-                            'code when loaded; nothing was run') from None
+            raise UserError(f'{path}: refused to load: it contains {refused[1]}, which could '
+                            'execute code') from None
         reason = (str(e).splitlines() or [''])[0][:120]
         raise UserError(f'{path}: is damaged or not a nanoGPT checkpoint ({type(e).__name__}: '
                         f'{reason})') from None

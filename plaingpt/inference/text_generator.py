@@ -24,8 +24,8 @@ class Sampling:
     max_new_tokens: int = 500  # maximum number of tokens per sample
     temperature: float = 0.8  # below 1: less random; above 1: more random; 0: greedy
     top_k: int = 200  # sample from the k most likely tokens; 0: from all
-    top_p: float = 1.0  # nucleus sampling: from the most likely tokens that add up to this
-    repetition_penalty: float = 1.0  # above 1: makes tokens that already occurred less likely
+    top_p: float = 1.0  # keep the likeliest tokens with total probability top_p
+    repetition_penalty: float = 1.0  # above 1: penalize tokens that already occurred
     seed: int = 1337  # random seed; the same seed gives the same text
 
     above_0 = ('max_new_tokens', 'top_p', 'repetition_penalty')
@@ -150,7 +150,7 @@ class TextGenerator:
 
     def prepare_answer(self, messages, sampling):
         """Messages (see parse_history) and a Sampling → (token ids of the prompt, a Sampling whose
-        max_new_tokens fits behind it).
+        max_new_tokens fits after it).
 
         A quarter of block_size is reserved for the answer, or max_new_tokens if that is less: the
         oldest turns are dropped, except for the system message and the last one. Raises UserError.

@@ -10,22 +10,22 @@ from statistics import median
 
 from plaingpt.monitoring.run_record import column, rows_with
 
-# Thresholds. None was tuned to a single run. "Ours" are the healthy runs of
-# tests/monitoring/test_diagnosis.py and docs/references/, which stay a factor of 2 or more away.
+# Thresholds. None was tuned to a single run. Every healthy run in test_diagnosis.py and
+# docs/references/ stays a factor of 2 or more away from each.
 EARLY_STEPS = 200  # in which no loss should exceed the first one
 # Nats by which a loss rises above the first one (early), or above the lowest training loss of an
-# evaluation (later). Ours never rise by 0.1.
+# evaluation (later). Healthy runs never rise by 0.1.
 RISE = 0.5
 # Update-to-weight ratio of a step. About 1e-3 is healthy (Karpathy 2022, makemore part 3); early in
 # training, weights of 0.02 change by up to 5e-2.
 UPDATE_LOW, UPDATE_HIGH = 3e-4, 0.25
-NO_GRADIENT = 1e-3  # gradient norm of a block relative to the median block; ours: 0.05 or more
+NO_GRADIENT = 1e-3  # gradient norm of a block relative to the median block; healthy: 0.05 or more
 # Steps in which a gradient may be 0, since it is multiplied by a zero-initialized weight: three in
-# ours.
+# healthy runs.
 FIRST_STEPS = 5
-# Nats by which validation rises above its best, in this many evaluations or more: twice the
-# standard deviation over seeds in docs/references/, which is 0.023 at most (Prechelt 1998, Early
-# Stopping: a single rise is noise).
+# Overfitting: the validation loss is OVERFIT nats above its best after at least AFTER_BEST more
+# evaluations; twice the largest std over seeds in docs/references/ (0.023). A single rise is noise
+# (Prechelt 1998, Early Stopping).
 OVERFIT, AFTER_BEST = 0.05, 2
 IMPLAUSIBLE = 0.3  # bits per byte; English has 0.6 to 1.3 (Shannon 1951; Cover and King 1978)
 
@@ -109,8 +109,8 @@ def implausible(rows, run):
     bits = column(rows, 'val_bpb')[-1:]
     if bits and bits[0] < IMPLAUSIBLE and run['config'].get('check') != 'overfit':
         return (f'{bits[0]:.2f} bits per byte is implausibly low for unseen text (English: 0.6 to '
-                '1.3)', 'do the targets or attention leak the token to predict? does the '
-                'validation text repeat the training text?')
+                '1.3)', 'check for leakage: targets or attention that expose the next token, or '
+                'validation text that is also in the training split')
 
 
 # -----------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def no_gradient(rows, run):
         norms = health_rows[-1]
         return (f'the gradient norm of {", ".join(names)} is {norms[names[0]]:.1g}, and the '
                 f'largest is {max(norms.values()):.1g}',
-                'is the block frozen, or cut off by a detach or a collapsed norm?')
+                'check for requires_grad=False, a detach(), or a norm whose weight is near 0')
 
 
 def without_gradient(norms):

@@ -47,8 +47,8 @@ def find_reference(run, without_effect):
 
 
 def read_band(run):
-    """[(iteration, low, high)] of the run's reference: the range in which 95% of new seeds are
-    expected. [] if it has none."""
+    """[(iteration, low, high)] of the run's reference: the 95% prediction interval for
+    a new seed. [] if it has none."""
     path = FOLDER / f'{run.get("reference")}.csv'
     if not path.exists():
         return []
@@ -66,7 +66,8 @@ def compare(rows, run):
     limits = {iter_num: (low, high) for iter_num, low, high in read_band(run)}
     evaluations = [row for row in rows_with(rows, 'val_loss') if row['iter'] in limits]
     if not evaluations:
-        return 'has no reference: none in docs/references/ has its settings, text and evaluations'
+        return 'has no reference run: nothing in docs/references/ matches its settings, dataset ' \
+               'and evaluations'
     iter_num, loss = evaluations[-1]['iter'], evaluations[-1]['val_loss']
     low, high = limits[iter_num]
     if loss > high:
@@ -76,4 +77,4 @@ def compare(rows, run):
     else:
         place = 'inside'
     return f'is {place} the reference band of {run["reference"]}: {loss:.4f} at iteration ' \
-           f'{iter_num}, where 95% of new seeds are expected to reach {low:.4f} to {high:.4f}'
+           f'{iter_num} (95% prediction interval for a new seed: {low:.4f} to {high:.4f})'

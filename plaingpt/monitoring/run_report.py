@@ -83,14 +83,14 @@ def describe(name, rows, run):
 # curves
 
 
-def draw_runs(runs, path, band=(), by_bits=False):
+def draw_runs(runs, path, band=(), use_bits_per_byte=False):
     """Draw runs, [(name, rows)], into the PNG at `path`. A single run is drawn with the band of its
-    reference (references.read_band). by_bits: compare bits per byte, for different tokenizers
+    reference (references.read_band). use_bits_per_byte: for runs with different tokenizers
 
     Raises UserError if matplotlib is not installed, or no run has a validation loss yet.
     """
     if not any(rows_with(rows, 'val_loss') for _, rows in runs):
-        raise UserError('there is nothing to draw yet: no evaluation was made')
+        raise UserError('nothing to plot yet: no evaluation has been logged')
     with needs('matplotlib', 'drawing curves'):
         from matplotlib.figure import Figure
     figure = Figure(figsize=(12, 10), layout='constrained')
@@ -99,7 +99,7 @@ def draw_runs(runs, path, band=(), by_bits=False):
     if len(runs) == 1:
         draw_losses(loss_axes, runs[0][1], band)
     else:
-        compare_losses(loss_axes, runs, 'val_bpb' if by_bits else 'val_loss')
+        compare_losses(loss_axes, runs, 'val_bpb' if use_bits_per_byte else 'val_loss')
     use_log_scale(loss_axes, ticks=8)
     loss_axes.legend(frameon=False)
     for i, (title, key) in enumerate(PANELS.items()):
@@ -138,7 +138,7 @@ def draw_losses(axes, rows, band):
     if band:
         iters, lows, highs = zip(*band, strict=True)
         axes.fill_between(iters, lows, highs, color='black', alpha=0.15, lw=0,
-                          label='reference: 95% of new seeds')
+                          label='reference (95% prediction interval)')
     axes.set(title='training and validation loss (nats per token)', xlabel='iteration')
 
 

@@ -49,7 +49,7 @@ def count_of(number, noun):
     return f'{number:,} {noun}{plural}'
 
 
-def join_halves(text):
+def join_surrogates(text):
     """→ (text, its UTF-8), with surrogate pairs joined and lone surrogates replaced by U+FFFD"""
     try:
         return text, text.encode()

@@ -37,7 +37,7 @@ def choose_training_dtype(config, gpt_config, device, resumed=None, group=None):
 
 def faster_dtype(gpt_config, batch_size):
     """Return (float32 or bfloat16, why), whichever is faster on this CPU."""
-    seconds = block_seconds(gpt_config, batch_size, ('float32', 'bfloat16'), until_clear=True)
+    seconds = block_seconds(gpt_config, batch_size, ('float32', 'bfloat16'), stop_early=True)
     ms = {dtype: 1000 * s for dtype, s in seconds.items()}
     if ms['bfloat16'] * MIN_SPEEDUP < ms['float32']:
         dtype, other = 'bfloat16', 'float32'
@@ -65,9 +65,9 @@ def core_speed(dtype):
     return 2 ** (round(2 * math.log2(PASS_FLOPS / min(seconds.values()))) / 2)
 
 
-def block_seconds(gpt_config, batch_size, dtypes, until_clear=False):
+def block_seconds(gpt_config, batch_size, dtypes, stop_early=False):
     """Measure forward and backward of one block. Returns {dtype: seconds of one core}.
-    until_clear: stop before MEASURE_S once is_clear() says which of two dtypes is faster
+    stop_early: stop before MEASURE_S once is_clear() says which of two dtypes is faster
 
     Sequences are as long and as many as in training, up to PASS_FLOPS and MAX_LENGTH. This runs on
     one thread and measures its CPU time, because wall time is unreliable on a busy machine."""
@@ -99,7 +99,7 @@ def block_seconds(gpt_config, batch_size, dtypes, until_clear=False):
             measured = [times[dtype][1:] for dtype in dtypes]  # without the warmup
             if len(measured[0]) < 2:
                 continue
-            if time.perf_counter() > deadline or (until_clear and is_clear(*measured)):
+            if time.perf_counter() > deadline or (stop_early and is_clear(*measured)):
                 break
     torch.set_num_threads(num_threads)
     return {dtype: min(times[dtype][1:]) for dtype in dtypes}

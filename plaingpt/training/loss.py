@@ -60,7 +60,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             for i in range(0, len(x), chunk):
                 x_i = x[i:i + chunk].to(dtype)  # (n, C)
                 if computed and is_compiling():
-                    x_i = after(x_i, computed)
+                    x_i = depend_on(x_i, computed)
                 loss_i, grad = summed_cross_entropy(F.linear(x_i, w).float(), vocab_size,
                                                     targets[i:i + chunk], training)
                 loss += loss_i
@@ -83,15 +83,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return grad_x * scale, grad_w * scale, None, None, None, None
 
 
-@torch.library.custom_op('plaingpt::after', mutates_args=())
-def after(x: torch.Tensor, computed: list[torch.Tensor]) -> torch.Tensor:
-    """Return x, as an operation that depends on the tensors in `computed`. torch.compile may
-    reorder independent operations: it would compute the logits of all chunks before the gradients
-    of the first."""
+@torch.library.custom_op('plaingpt::depend_on', mutates_args=())
+def depend_on(x: torch.Tensor, computed: list[torch.Tensor]) -> torch.Tensor:
+    """Identity with a fake dependency on `computed`, which keeps the chunks in order. Without it,
+    torch.compile may compute the logits of all chunks before the gradients of the first."""
     return x.clone()
 
 
-@after.register_fake
+@depend_on.register_fake
 def _(x, computed):
     return torch.empty_like(x)
 

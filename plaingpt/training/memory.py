@@ -1,8 +1,8 @@
 """Plan the memory of a training step before it runs, and choose what fits.
 
 The real step runs on fake tensors under torch's memory tracker. In each phase, the memory of each
-owner (weights, gradients, …) is linear in the number of layers and in the batch size, so four small
-steps, with two depths and two batch sizes, predict any other. It is at most quadratic in the
+category (weights, gradients, …) is linear in the number of layers and in the batch size, so four
+small steps, with two depths and two batch sizes, predict any other. It is at most quadratic in the
 sequence length, so three short lengths predict a long one. A change of the model or the optimizer
 needs no change here, as long as all layers are alike.
 """
@@ -35,8 +35,8 @@ from plaingpt.training.optimizers import build_optimizer
 CUDA_OVERHEAD = GIB  # an allowance for CUDA's context and fragmentation, not a measurement
 DEPTHS = (2, 4)  # layers; even, to allow for two alternating kinds of layers
 LENGTHS = (8, 12, 16)  # sequence lengths, in chunks of the loss; tracing more chunks takes long
-OWNERS = {'Parameter': 'weights', 'Buffer': 'weights', 'Gradient': 'gradients',
-          'Optstate': 'optimizer'}  # the tracker's names → ours; all others are activations
+CATEGORIES = {'Parameter': 'weights', 'Buffer': 'weights', 'Gradient': 'gradients',
+              'Optstate': 'optimizer'}  # the tracker's names → ours; all others are activations
 MIDDLE = 'backward of a middle block'  # ignored: it takes no more than the first or last block
 TRACES = {}  # cached results of trace()
 
@@ -117,15 +117,15 @@ def tracker_class():
 
 
 def trace(gpt_config, config, dtype, device_type, **options):
-    """Trace one_step and return {phase: {owner: bytes at the peak of the phase}}, cached.
+    """Trace one_step and return {phase: {category: bytes at the peak of the phase}}, cached.
     options: of one_step"""
     key = GPT, repr((gpt_config, config, dtype, device_type, options))
     if key in TRACES:
         return TRACES[key]
     MemTracker = tracker_class()
     if not MemTracker:
-        raise UserError('memory planning needs torch.distributed._tools.mem_tracker, which this '
-                        'version of torch lacks: install torch 2.6 or newer')
+        raise UserError('this version of torch has no torch.distributed._tools.mem_tracker, which '
+                        'memory planning needs')
     tracker = MemTracker()
     phases = {}
     current = None
@@ -133,9 +133,9 @@ def trace(gpt_config, config, dtype, device_type, **options):
     def begin(phase):
         nonlocal current
         if current:
-            phases[current] = bytes_by_owner(tracker.get_tracker_snapshot('peak'))
+            phases[current] = bytes_by_category(tracker.get_tracker_snapshot('peak'))
         if phase == 'between steps':
-            phases[phase] = bytes_by_owner(tracker.get_tracker_snapshot())
+            phases[phase] = bytes_by_category(tracker.get_tracker_snapshot())
         tracker._peak_mem, tracker._peak_mem_snap = {}, {}  # reset the peak for the new phase
         current = phase
 
@@ -147,14 +147,14 @@ def trace(gpt_config, config, dtype, device_type, **options):
     return phases
 
 
-def bytes_by_owner(snapshot):
-    """Sum up a MemTracker snapshot as {owner: bytes}."""
+def bytes_by_category(snapshot):
+    """Sum up a MemTracker snapshot as {category: bytes}."""
     sizes = dict.fromkeys(('weights', 'gradients', 'optimizer', 'activations'), 0)
     for device_snapshot in snapshot.values():
         for kind, size in device_snapshot.items():
             if kind != 'Total':
-                owner = OWNERS.get(getattr(kind, 'value', kind), 'activations')
-                sizes[owner] += size
+                category = CATEGORIES.get(getattr(kind, 'value', kind), 'activations')
+                sizes[category] += size
     return sizes
 
 
@@ -187,7 +187,7 @@ def gpu_kernels():
 
 
 class Plan:
-    """The memory of a step. phases: {phase: {owner: bytes}}; overhead: bytes"""
+    """The memory of a step. phases: {phase: {category: bytes}}; overhead: bytes"""
 
     def __init__(self, phases, overhead):
         self.phases = phases
@@ -228,10 +228,10 @@ def predict(gpt_config, config, dtype, device_type):
             traced = trace(traced_gpt, traced_config, dtype, device_type, chunk=chunk, **options)
             for phase, sizes in traced.items():
                 totals = phases.setdefault(phase, Counter())
-                for owner, size in sizes.items():
-                    totals[owner] += weight * size
+                for category, size in sizes.items():
+                    totals[category] += weight * size
         phases.pop(MIDDLE, None)
-        return {phase: {owner: round(size) for owner, size in totals.items()}
+        return {phase: {category: round(size) for category, size in totals.items()}
                 for phase, totals in phases.items()}
 
     if sharded:
@@ -274,7 +274,7 @@ def shard_phases(unsharded, gathered, gpt_config, config, dtype):
     world_size = config.world_size()
     phases = {}
     for phase, sizes in unsharded.items():
-        phases[phase] = {owner: size // world_size for owner, size in sizes.items()}
+        phases[phase] = {category: size // world_size for category, size in sizes.items()}
         if phase not in ('optimizer', 'between steps'):
             phases[phase]['weights'] += root + 2 * gathered_block
             phases[phase]['activations'] = gathered[phase]['activations']
@@ -343,9 +343,9 @@ def fit(config, gpt_config, dtype, device, available):
     if required > available and not config.eval_only:
         raise UserError(
             f'batch_size={config.batch_size}, n_layer={gpt_config.n_layer}, '
-            f'n_embd={gpt_config.n_embd}: a step takes {gib(plan.total)} ({gib(static)} of it for '
-            f'weights, gradients and optimizer states), but {gib(available)} are free: choose '
-            f'smaller sizes; {command_for("plan")} with the same settings lists what fits')
+            f'n_embd={gpt_config.n_embd}: a step needs {gib(plan.total)} ({gib(static)} of it for '
+            f'weights, gradients and optimizer states), but only {gib(available)} is free; choose '
+            f'smaller sizes, or run {command_for("plan")} with the same settings to see what fits')
     return config
 
 
@@ -362,10 +362,10 @@ def with_largest_batch(config, gpt_config, dtype, device, available):
             break
         batch_size = max((n for n in micro_batches(config) if n <= batch_size // 2), default=0)
     if not batch_size:
-        raise UserError(f'batch_size=auto: not even 1 fits into {gib(available)} on {device}: '
-                        'choose a smaller model or --activation_checkpointing=full')
+        raise UserError(f'batch_size=auto: a micro-batch of 1 does not fit in {gib(available)} on '
+                        f'{device}; choose a smaller model or --activation_checkpointing=full')
     config = replace(config, batch_size=batch_size)
-    print0(f'batch_size {batch_size} (the largest that fits into {gib(available)}) | gradient '
+    print0(f'batch_size {batch_size} (the largest that fits in {gib(available)}) | gradient '
            f'accumulation {config.accumulation()}')
     return config
 
@@ -390,7 +390,7 @@ def step_fits(gpt_config, config, dtype, device):
 # the check before a run
 
 
-MAX_LOGITS = 8192  # tokens whose logits are in memory at once
+MAX_LOGIT_TOKENS = 8192  # tokens whose logits are in memory at once
 
 
 def fit_to_memory(config, gpt_config, dtype, device):
@@ -398,7 +398,7 @@ def fit_to_memory(config, gpt_config, dtype, device):
     step takes more memory than is free."""
     world = launched_world()
     if config.parallel == 'fsdp' and not world.launched:
-        raise UserError('parallel=fsdp shards a model over processes: start them with torchrun')
+        raise UserError('parallel=fsdp needs several processes; launch them with torchrun')
     available = min(all_gather(device_memory(device, world.local_size), gloo_group()))
     if config.batch_size != 'auto' and config.parallel != 'fsdp' \
             and 4 * rough_bytes(gpt_config, config.batch_size) < available:
@@ -416,5 +416,5 @@ def rough_bytes(gpt_config, batch_size):
     tokens = batch_size * gpt_config.block_size
     # a block saves about 16 numbers per token and channel
     activations = tokens * gpt_config.n_embd * (16 * gpt_config.n_layer + 4)
-    logits = min(tokens, MAX_LOGITS) * gpt_config.padded_vocab_size
+    logits = min(tokens, MAX_LOGIT_TOKENS) * gpt_config.padded_vocab_size
     return 4 * (activations + logits) + 16 * weights  # a weight has a gradient and two states

@@ -85,8 +85,8 @@ class Monitor:
             except UserError as problem:
                 self.metrics.print(f'warning: no samples: {problem}')
         if config.film and sharded:
-            self.metrics.print('warning: film=True: not recorded with parallel=fsdp, which leaves '
-                               'no process with all weights')
+            self.metrics.print('warning: film=True is not supported with parallel=fsdp; no film '
+                               'will be recorded')
         elif config.film and self.tokenizer:
             from plaingpt.training.film import Film
             self.film = Film(run, self.sample, self.metrics.print)
@@ -199,7 +199,7 @@ class Monitor:
         return new_ids
 
     def state(self):
-        """What a checkpoint's state.json saves of the logs."""
+        """Logging state to save in a checkpoint."""
         return {'elapsed_s': self.metrics.elapsed_s(), 'wandb_id': self.metrics.wandb_id()}
 
     def close(self, ending):
@@ -214,7 +214,7 @@ class Monitor:
             if config.report:
                 write_report(self.out_dir, record, print0)
         if self.film:
-            print0(f'recorded a film; to make a page of it: {command_for("plot")} --film '
+            print0(f'recorded film.jsonl; to view it: {command_for("plot")} --film '
                    f'{quoted(config.out_dir)}')
         if self.skipped.gave_up:
             raise self.skipped.error()

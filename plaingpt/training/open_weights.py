@@ -56,9 +56,9 @@ def gpt_config_from_weights(config, weights, dataset=None):
     if base and tokenizers.vocab_size_of(base) == gpt_config.vocab_size:
         gpt_config = replace(gpt_config, vocab_size=dataset.vocab_size)
     if dataset and dataset.vocab_size != gpt_config.vocab_size:
-        raise UserError(f'{dataset.folder} has {dataset.vocab_size} tokens, but '
-                        f'{config.init_from} has {gpt_config.vocab_size}: prepare the data with '
-                        "the model's tokenizer, or name another model with --init_from")
+        raise UserError(f'{dataset.folder} has a vocabulary of {dataset.vocab_size} tokens, but '
+                        f"{config.init_from}'s has {gpt_config.vocab_size}: prepare the data with "
+                        "the model's tokenizer, or choose another model with --init_from")
     return gpt_config
 
 
@@ -108,14 +108,14 @@ def load(choice):
         from plaingpt.data.chat_tokenizer import as_chat
         description = as_chat(description, source)
     if description is None:
-        raise UserError(f'{source} has no tokenizer: name the one that it was trained with '
-                        f'({model.config.vocab_size} tokens), with --tokenizer=data/NAME, a run, '
+        raise UserError(f'{source} has no tokenizer: pass the one that it was trained with '
+                        f'({model.config.vocab_size} tokens) as --tokenizer=data/NAME, a run, '
                         'a model, gpt2 or byte')
     tokenizer = tokenizers.from_json(description)
     if tokenizer.vocab_size != model.config.vocab_size:
-        raise UserError(f'{source} has {model.config.vocab_size} tokens, but its tokenizer has '
-                        f'{tokenizer.vocab_size}: name the one that it was trained with, such as '
-                        '--tokenizer=data/NAME')
+        raise UserError(f'{source} has a vocabulary of {model.config.vocab_size} tokens, but its '
+                        f"tokenizer's has {tokenizer.vocab_size}: set the tokenizer that it was "
+                        'trained with, such as --tokenizer=data/NAME')
     return model, tokenizer, weights
 
 

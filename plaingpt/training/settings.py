@@ -46,10 +46,10 @@ class TrainConfig(GPTConfig):
     # start, save, stop
     init_from: str = 'scratch'  # scratch, resume, auto, gpt2…, OWNER/NAME, folder, ckpt.pt
     checkpoint: str = 'latest'  # which checkpoint of a run to load: latest, best, or an iteration
-    always_save_checkpoint: bool = True  # after every evaluation, not only after a new best
-    checkpoint_interval: Literal['auto'] | int = 'auto'  # iterations; auto: at evaluations
+    always_save_checkpoint: bool = True  # save after every evaluation, not only after a new best
+    checkpoint_interval: Literal['auto'] | int = 'auto'  # steps between saves; auto: at evaluations
     patience: int = 0  # stop after this many evaluations without a new best; 0: never
-    check: Literal['auto', 'overfit'] | bool = 'auto'  # preflight of a new run; True: then exit
+    check: Literal['auto', 'overfit'] | bool = 'auto'  # preflight checks; True: run them, then exit
     skip_checks: str = ''  # checks to skip, such as attention_is_causal,sequences_are_shuffled
     # data
     dataset: str = 'openwebtext'  # a name in data/, a path, or a mixture: code:0.3,prose:0.7
@@ -57,11 +57,11 @@ class TrainConfig(GPTConfig):
     gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all processes
     total_batch_size: int = 0  # tokens per step; overrides gradient_accumulation_steps; 0: off
     # optimizer
-    optimizer: Literal[*OPTIMIZERS] = 'adamw'  # muon: for matrices in blocks, AdamW for the rest
+    optimizer: Literal[*OPTIMIZERS] = 'adamw'  # muon, normuon: blocks' matrices; AdamW for the rest
     learning_rate: float = 6e-4  # peak learning rate (SGD needs about 100× AdamW's)
     lr_scales: str = ''  # multipliers: embedding:8,ngram:1,head:2,vector:4 (head: if untied)
     max_iters: int = 600000  # number of training steps
-    minutes: float = 0.0  # train this long instead of max_iters; when resuming: this much longer
+    minutes: float = 0.0  # time limit in minutes, replaces max_iters; on resume: additional minutes
     weight_decay: float = 1e-1  # for matrices and embeddings, not for biases and norms
     beta1: float = 0.9  # AdamW's decay of the first moment
     beta2: float = 0.95  # AdamW's decay of the second moment
@@ -81,7 +81,7 @@ class TrainConfig(GPTConfig):
     parallel: Literal['auto', 'ddp', 'fsdp'] = 'auto'  # ddp replicates the model, fsdp shards it
     seed: int = 1337  # for initialization, dropout and data order
     # model, where it differs from GPT-2
-    bias: bool = False  # biases in Linears and LayerNorms, as in GPT-2
+    bias: bool = False  # biases in Linears and LayerNorms (GPT-2: True)
     # not listed: settings of nanoGPT that follow from others
     decay_lr: bool = True  # False: a constant learning rate without warmup
     eval_only: bool = False  # exit after the first evaluation

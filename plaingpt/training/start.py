@@ -135,7 +135,7 @@ def check_resumable(checkpoint, config, dataset):
         difference = 'on different tokens than those'
     if difference:
         raise UserError(f'{checkpoint.path} was trained {difference} of {dataset.folder} (its '
-                        f'dataset={before["dataset"]}): name that dataset, or start a new run from '
+                        f'dataset={before["dataset"]}): use that dataset, or start a new run from '
                         f'its weights with --init_from={quoted(config.out_dir)} and another '
                         '--out_dir')
     print0(f'resumed from {checkpoint.path}')

@@ -281,6 +281,6 @@ def test_a_variant_is_compared_with_the_first_at_the_same_seeds():
     # differences of -0.5, -1 and 0: mean -0.5, standard error 0.5/√3, of which 4.3 reach past zero
     assert other['change'] == pytest.approx(-0.5)
     assert other['change_error'] == pytest.approx(0.5 / 3**0.5)
-    assert other['clear'] is False
-    assert lower['clear'] is True  # -0.1, -0.09, -0.1
+    assert other['significant'] is False
+    assert lower['significant'] is True  # -0.1, -0.09, -0.1
     assert '-0.5000 ± 0.2887' in format_comparison(rows)

@@ -4,13 +4,13 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from model import GPT, GPTConfig
 from plaingpt.inference.generation import (
-    WIDE,
+    MIN_PACKED_WIDTH,
     CompiledStep,
     check_cache,
-    choose_next_token,
     generate,
     next_tokens,
     prepare_for_generation,
+    sample_next_token,
 )
 
 SMALL = dict(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
@@ -62,8 +62,8 @@ def uncached(model, prompt, n, temperature, generator, penalty=1.0):
         if penalty != 1:
             for i in set(text):
                 logits[0, i] *= 1 / penalty if logits[0, i] > 0 else penalty
-        noise = torch.rand(1, 1, dtype=torch.double, generator=generator)
-        token = choose_next_token(logits, noise, temperature, top_k=20).item()
+        uniform = torch.rand(1, 1, dtype=torch.double, generator=generator)
+        token = sample_next_token(logits, uniform, temperature, top_k=20).item()
         new.append(token)
         text.append(token)
         context = grown(context, token, model.config.block_size)
@@ -104,7 +104,7 @@ def test_a_text_of_a_model_of_documents_is_one_document():
 
 @pytest.mark.parametrize('kind', ['gpt2', 'modern'])
 def test_packed_weights_write_the_same(kind):
-    model = make(kind, n_embd=WIDE, n_layer=1)
+    model = make(kind, n_embd=MIN_PACKED_WIDTH, n_layer=1)
     sampling = dict(top_k=20, max_new_tokens=20)
     plain = generate(model, prompts_of(3, 9), generators=generators(1, 2), **sampling)
     with prepare_for_generation(model, CPU, 'float32'):
@@ -190,9 +190,9 @@ def test_the_repetition_penalty_counts_the_whole_text_of_each_row(model):
 
 
 def frequencies(logits, **options):
-    """How often choose_next_token chooses each token, of logits (1, V) → (V,)"""
-    noise = torch.linspace(0, 1 - 1e-9, 1000, dtype=torch.double)[:, None]
-    chosen = choose_next_token(logits.expand(1000, -1), noise, **options)
+    """How often sample_next_token chooses each token, of logits (1, V) → (V,)"""
+    uniform = torch.linspace(0, 1 - 1e-9, 1000, dtype=torch.double)[:, None]
+    chosen = sample_next_token(logits.expand(1000, -1), uniform, **options)
     return torch.bincount(chosen.flatten(), minlength=logits.size(-1)) / 1000
 
 

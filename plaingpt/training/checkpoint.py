@@ -51,12 +51,10 @@ STATE_KEYS = {  # keys of state.json, besides its checksum
     'evaluated', 'val_loss', 'val_loss_stderr', 'best_val_loss', 'evals_since_best',
     'eval_sequences', 'elapsed_s',
     'left_s',  # time left of a timed run
-    'wandb_id',
-    'config', 'model',  # TrainConfig and GPTConfig
+    'wandb_id', 'config', 'model',  # TrainConfig and GPTConfig
     'tokenizer',
     'data',  # fingerprint of the tokens
-    'dtype', 'scaler',
-    'averaged_steps',  # steps in the EMA of the weights
+    'dtype', 'scaler', 'averaged_steps',  # steps in the EMA of the weights
     'rng', 'chunks'}
 ENTRY = re.compile(r'(.*?)(?:\[(\d+):(\d+)\])?')  # name, or name[first:end] for some of its rows
 CHUNK_BYTES = 500 * 10**6  # tensor bytes per file, so that with its header it stays below 512 MB

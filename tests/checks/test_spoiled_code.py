@@ -257,7 +257,7 @@ SPOILED = {
         ('gradients are kept', replaced(
             torch.optim.AdamW, 'zero_grad', lambda _: lambda *_, **__: None), {}),
         ('weights are held', replaced(
-            step.Step, 'check_finite', lambda original: lambda *arguments:
+            step.Step, 'must_skip', lambda original: lambda *arguments:
             1 - original(*arguments)), {})],
     'learning_rate_lasts': [
         ('the rate is gone at iteration 15', lambda patch: None,

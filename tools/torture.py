@@ -228,10 +228,15 @@ def lost_round(bench, out_dir, rng):
 
 def small_disk(size_kb, folder):
     """Mount a disk that only this process and its children see. Raises OSError."""
-    faulthandler.cancel_dump_traceback_later()  # unshare does not allow threads
-    users, groups = f'0 {os.getuid()} 1', f'0 {os.getgid()} 1'
-    if ctypes.CDLL(None, use_errno=True).unshare(0x10000000 | 0x20000):  # CLONE_NEWUSER | NEWNS
-        raise OSError(ctypes.get_errno(), 'cannot create namespaces')
+    faulthandler.cancel_dump_traceback_later()  # a process with threads cannot enter a namespace
+    users = f'0 {os.getuid()} 1'
+    groups = f'0 {os.getgid()} 1'
+    libc = ctypes.CDLL(None, use_errno=True)
+    deadline = time.monotonic() + 5  # the thread takes a moment to exit
+    while libc.unshare(0x10000000 | 0x20000):  # CLONE_NEWUSER | CLONE_NEWNS
+        if time.monotonic() > deadline:
+            raise OSError(ctypes.get_errno(), 'cannot create a user and mount namespace')
+        time.sleep(0.01)
     for name, text in (('uid_map', users), ('setgroups', 'deny'), ('gid_map', groups)):
         Path('/proc/self', name).write_text(text)
     folder.mkdir()

@@ -16,6 +16,7 @@ from chat_model import train_chat_model
 from hub import HUB
 from hypothesis import settings
 from runs import TINY
+from sample_data import SHARED
 
 import prepare
 import train
@@ -92,6 +93,14 @@ def trained(char_data, tmp_path_factory):
 def chat_model(tmp_path_factory):
     """An out_dir with a tiny model that knows the answers of chat_model.py."""
     return train_chat_model(tmp_path_factory.mktemp('tuned') / 'tuned')
+
+
+@pytest.fixture
+def gpt2_tokenizer(monkeypatch):
+    """tiktoken finds the files of GPT-2's tokenizer."""
+    if not (SHARED / 'tiktoken_cache').exists():
+        pytest.skip("tiktoken's files are not there (PLAINGPT_SHARED names their folder)")
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 from foreign_models import in_transformers, save_gpt2
 from processes import ROOT, options, run
 from runs import lines
-from sample_data import SHARED, conversations
+from sample_data import conversations
 
 MODEL = options(n_layer=1, n_head=2, n_embd=32)
 TRAIN = options(dataset='mine', block_size=64, batch_size=4, gradient_accumulation_steps=2,
@@ -26,13 +26,6 @@ SAMPLE = options(num_samples=1, max_new_tokens=NEW_TOKENS, temperature=0, device
 def command(name, *argv, typed=''):
     """Type `python NAME.py …` → what it prints."""
     return run(sys.executable, ROOT / f'{name}.py', *argv, typed=typed)
-
-
-@pytest.fixture
-def gpt2_tokenizer(monkeypatch):
-    if not (SHARED / 'tiktoken_cache').exists():
-        pytest.skip("tiktoken's files are not there (PLAINGPT_SHARED names their folder)")
-    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
 
 
 def train_resume_evaluate_export(*start):

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from processes import ROOT, exit_code, fails, fork
-from sample_data import SHARED, shared_file
+from sample_data import shared_file
 
 import prepare
 from plaingpt.data.corpora import CORPORA, Corpus, find_packages, find_standard_library
@@ -30,9 +30,8 @@ def decoded(folder, split):
     return dataset.tokenizer().decode(np.fromfile(folder / f'{split}.bin', '<u2'))
 
 
-def test_tiny_shakespeare_is_nanogpts(tmp_path, monkeypatch):
+def test_tiny_shakespeare_is_nanogpts(tmp_path, gpt2_tokenizer):
     source = shared_file('tinyshakespeare.txt')
-    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
     for name, counts in (('shakespeare_char', [1_003_854, 111_540]),
                          ('shakespeare', [301_966, 36_059])):
         prepare.main([name, f'--input={source}', f'--data_dir={tmp_path}/{name}'])

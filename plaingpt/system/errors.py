@@ -87,10 +87,10 @@ def run_script(main):
         sys.exit(1)
     except Exception as e:
         message = explain(e)
-        if message is None and time.monotonic() - interrupted_at < 1:
-            exit_interrupted()  # C code, such as torch.Tensor.copy_, turned Ctrl-C into an error
-        if message is None:  # our own bug
-            raise
+        if message is None:
+            if time.monotonic() - interrupted_at < 1:
+                exit_interrupted()  # C code, such as torch.Tensor.copy_, raised it for Ctrl-C
+            raise  # our own bug
         # If all processes fail alike, only rank 0 prints: torchrun stops the others meanwhile.
         if os.environ.get('LOCAL_RANK', '0') != '0':
             time.sleep(3)
@@ -100,6 +100,7 @@ def run_script(main):
 
 
 def exit_interrupted():
+    """Exit as after Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # another one would print a traceback
     print_line('interrupted', sys.stderr)
     sys.exit(130)

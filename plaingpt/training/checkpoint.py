@@ -211,10 +211,10 @@ def find(out_dir, which='latest', kinds=()):
     skipped with a warning. kinds: chunks to verify besides state.json; they stay open, because the
     run may still be training and remove them. Raises UserError."""
     paths, problems = checkpoint_paths(out_dir), []
-    nanogpt = Path(out_dir) if Path(out_dir).suffix == '.pt' else Path(out_dir, 'ckpt.pt')
-    if not paths and nanogpt.is_file():
-        raise UserError(f"{nanogpt} is nanoGPT's: open it with --init_from={quoted(nanogpt)}")
     if not paths:
+        nanogpt = Path(out_dir) if Path(out_dir).suffix == '.pt' else Path(out_dir, 'ckpt.pt')
+        if nanogpt.is_file():
+            raise UserError(f"{nanogpt} is nanoGPT's: open it with --init_from={quoted(nanogpt)}")
         raise UserError(f'{out_dir}: no checkpoints found; train a model first, or name another '
                         'folder with --out_dir or a pretrained model with --init_from')
     if which not in ('latest', 'best'):

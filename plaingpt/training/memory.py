@@ -29,7 +29,7 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB, command_for, gib
 from plaingpt.training import attention
 from plaingpt.training.attention import use_cpu_attention
-from plaingpt.training.loss import chunk_size, chunked_cross_entropy
+from plaingpt.training.loss import CHUNK_SIZES, chunk_size, chunked_cross_entropy
 from plaingpt.training.optimizers import build_optimizer
 
 CUDA_OVERHEAD = GIB  # an allowance for CUDA's context and fragmentation, not a measurement
@@ -324,7 +324,34 @@ def choose_parallel(config, gpt_config, dtype, device_type, available):
 # choosing what fits
 
 
-def fit(config, gpt_config, dtype, device, available):
+def fit_to_memory(config, gpt_config, dtype, device):
+    """Resolve parallel=auto and batch_size=auto in the TrainConfig of a run. Raises UserError if a
+    step takes more memory than is free."""
+    world = launched_world()
+    if config.parallel == 'fsdp' and not world.launched:
+        raise UserError('parallel=fsdp needs several processes; launch them with torchrun')
+    available = min(all_gather(device_memory(device, world.local_size), gloo_group()))
+    if config.batch_size != 'auto' and config.parallel != 'fsdp' \
+            and 4 * rough_bytes(gpt_config, config.batch_size) < available:
+        return config
+    return fit_by_plan(config, gpt_config, dtype, device, available)
+
+
+def rough_bytes(gpt_config, batch_size):
+    """A quick estimate of the memory of a step in float32, within a factor of 4."""
+    num_embeddings = 2  # the embedding and the head
+    if gpt_config.value_embeddings:
+        num_embeddings += gpt_config.n_layer
+    rows = num_embeddings * gpt_config.padded_vocab_size + gpt_config.ngram_rows
+    weights = gpt_config.n_embd * (12 * gpt_config.n_layer * gpt_config.n_embd + rows)
+    tokens = batch_size * gpt_config.block_size
+    # a block saves about 16 numbers per token and channel
+    activations = tokens * gpt_config.n_embd * (16 * gpt_config.n_layer + 4)
+    logits = min(tokens, max(CHUNK_SIZES)) * gpt_config.padded_vocab_size
+    return 4 * (activations + logits) + 16 * weights  # a weight has a gradient and two states
+
+
+def fit_by_plan(config, gpt_config, dtype, device, available):
     """Resolve parallel=auto and batch_size=auto in a TrainConfig. available: bytes per process.
 
     Raises UserError if a step does not fit. On CUDA, only weights, gradients and optimizer states
@@ -384,37 +411,3 @@ def step_fits(gpt_config, config, dtype, device):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     return fits
-
-
-# -----------------------------------------------------------------------------
-# the check before a run
-
-
-MAX_LOGIT_TOKENS = 8192  # tokens whose logits are in memory at once
-
-
-def fit_to_memory(config, gpt_config, dtype, device):
-    """Resolve parallel=auto and batch_size=auto in the TrainConfig of a run. Raises UserError if a
-    step takes more memory than is free."""
-    world = launched_world()
-    if config.parallel == 'fsdp' and not world.launched:
-        raise UserError('parallel=fsdp needs several processes; launch them with torchrun')
-    available = min(all_gather(device_memory(device, world.local_size), gloo_group()))
-    if config.batch_size != 'auto' and config.parallel != 'fsdp' \
-            and 4 * rough_bytes(gpt_config, config.batch_size) < available:
-        return config
-    return fit(config, gpt_config, dtype, device, available)
-
-
-def rough_bytes(gpt_config, batch_size):
-    """A quick estimate of the memory of a step in float32, within a factor of 4."""
-    num_embeddings = 2  # the embedding and the head
-    if gpt_config.value_embeddings:
-        num_embeddings += gpt_config.n_layer
-    rows = num_embeddings * gpt_config.padded_vocab_size + gpt_config.ngram_rows
-    weights = gpt_config.n_embd * (12 * gpt_config.n_layer * gpt_config.n_embd + rows)
-    tokens = batch_size * gpt_config.block_size
-    # a block saves about 16 numbers per token and channel
-    activations = tokens * gpt_config.n_embd * (16 * gpt_config.n_layer + 4)
-    logits = min(tokens, MAX_LOGIT_TOKENS) * gpt_config.padded_vocab_size
-    return 4 * (activations + logits) + 16 * weights  # a weight has a gradient and two states

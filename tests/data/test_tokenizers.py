@@ -7,7 +7,7 @@ import pytest
 import tiktoken.registry
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_data import CHAT, SHARED, ask
+from sample_data import CHAT, ask
 
 from plaingpt.data.chat_tokenizer import MARK, SPECIAL_TOKENS
 from plaingpt.data.gigatoken import NEW_CHARACTERS, Gigatoken
@@ -28,10 +28,7 @@ CUTS = "abcstd 'lLrReEvV\n\r\t\x1f\x85\xa0\u200b\u3000ſé½٣中👍12.,-’\u0
 
 
 @pytest.fixture
-def gpt2(monkeypatch):
-    if not (SHARED / 'tiktoken_cache').exists():
-        pytest.skip("tiktoken's files are not there (PLAINGPT_SHARED names their folder)")
-    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
+def gpt2(gpt2_tokenizer):
     return GPT2Tokenizer()
 
 

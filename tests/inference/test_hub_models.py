@@ -8,7 +8,6 @@ import pytest
 from foreign_models import opened, save_gpt2, save_model, save_tokenizer, tokens
 from processes import ROOT, fails, options
 from runs import model_of, same, same_logits
-from sample_data import SHARED
 
 import evaluate
 import export
@@ -41,11 +40,8 @@ def small(hub, monkeypatch):
 
 
 @pytest.fixture
-def gpt2(small, monkeypatch):
+def gpt2(small, gpt2_tokenizer):
     """A small gpt2 with GPT-2's own tokenizer."""
-    if not (SHARED / 'tiktoken_cache').exists():
-        pytest.skip("tiktoken's files are not there (PLAINGPT_SHARED names their folder)")
-    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
     return small('gpt2', vocab_size=50257)
 
 

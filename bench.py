@@ -197,11 +197,11 @@ def main(argv):
     print(f'{machine}, torch {torch.__version__}, {period}:\n\n{text}')
     if folder:
         runs.save_csv(f'{folder}/{name}.csv', rows)
-        print(f'\nwrote {folder}/{name}.csv (all runs)')
+        print(f'\nwrote {folder}/{name}.csv')
         if compares_variants:
             print(f'{folder}/{name}/ has the folders of the runs')
         if config.judge:
-            print(f'appended to {folder}/results.tsv (all verdicts)')
+            print(f'appended the verdict to {folder}/results.tsv')
     if status:
         sys.exit(status)
 

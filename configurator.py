@@ -45,8 +45,7 @@ def load_config(cls, argv, doc='', positional='', several=False, read_saved=lamb
     all problems, one per line. `--help` prints the help and exits.
     """
     if any(arg in ('--help', '-h') for arg in argv):
-        choices = {name: accepted_types(cls, name) for name in defaults(cls)}
-        print(help_text(cls, choices, doc, positional, several))
+        print(help_text(cls, doc, positional, several))
         sys.exit(0)
     problems = []
     if positional:
@@ -96,7 +95,9 @@ class Settings:
     """
 
     def __init__(self, cls):
-        self.cls, self.values, self.problems = cls, defaults(cls), []
+        self.cls = cls
+        self.values = defaults(cls)
+        self.problems = []
 
     def set(self, name, value, place):
         """Convert and store a value, or note the problem → whether it was stored."""
@@ -131,8 +132,8 @@ def read_arguments(cls, argv, saved, place='in the checkpoint'):
             else:
                 settings.set(name, value, 'on the command line')
         elif arg.endswith('.py'):
-            for name, value, line in read_file(arg, settings, options_of(cls, argv[i + 1:])):
-                settings.set(name, value, line)
+            for name, value, place in read_file(arg, settings, options_of(cls, argv[i + 1:])):
+                settings.set(name, value, place)
         else:
             settings.problems.append(f'{arg!r} is not a config file (*.py): write options as '
                                      '--key=value')
@@ -352,12 +353,11 @@ def accepted_types(cls, name):
 # --help, read from the comments of a dataclass
 
 
-def help_text(cls, choices, doc='', positional='', several=False):
+def help_text(cls, doc, positional, several):
     """The docstring, then the fields by section, each with its default and trailing comment.
-    Sections whose comment begins with 'not listed' are omitted.
-
-    choices: {name: accepted_types of the field}; the others as in load_config"""
-    lines = [inspect.cleandoc(doc or ''), '']
+    Sections whose comment begins with 'not listed' are omitted."""
+    choices = {name: accepted_types(cls, name) for name in defaults(cls)}
+    lines = [inspect.cleandoc(doc), '']
     if positional:
         note = 'May be repeated.' if several else 'Arguments that end in .py are config files.'
         lines += [f'An argument without dashes sets --{positional}. {note}', '']
@@ -379,7 +379,7 @@ def sections_of(cls):
     """{section: {field: comment}} in source order. Fields inherited from another dataclass come
     last, except those that `cls` overrides."""
     sections = {}
-    remaining = {field.name for field in dataclasses.fields(cls) if field.init}
+    remaining = set(defaults(cls))
     for owner in filter(dataclasses.is_dataclass, cls.__mro__):
         section = ''
         for line in inspect.getsource(owner).splitlines():

@@ -144,11 +144,11 @@ def scored_splits(task, config, loaded, settings):
     """Yield a ScoredText for the split val or train; several for a mixture. loaded: (model,
     tokenizer, weights); settings: of the BatchLoaders"""
     model, tokenizer, weights = loaded
-    name = config.dataset or weights.state.get('config', {}).get('dataset')
-    if not name:
+    spec = config.dataset or weights.state.get('config', {}).get('dataset')
+    if not spec:
         raise UserError(f'tasks={task}: choose a prepared dataset with --dataset=NAME')
     own_ids = tokenizer.vocab_size if isinstance(tokenizer, IdsTokenizer) else 0
-    dataset = open_dataset_spec(name, own_ids)
+    dataset = open_dataset_spec(spec, own_ids)
     base = getattr(tokenizer, 'base', tokenizer)  # the tokenizer inside a chat tokenizer
     if vocabulary_of(dataset.tokenizer_json()) not in (
             vocabulary_of(tokenizer.to_json()), vocabulary_of(base.to_json())):
@@ -177,7 +177,7 @@ def compare_with_training(task, stream, config, weights):
     share = share_trained_on(*windows_of(stream), trained_on(weights))
     if share is None:
         return {}
-    print0(f'  {100 * share:.3g}% of this text was in the training data of {weights.source}')
+    print0(f'  {100 * share:.3g}% of this text was in the training text of {weights.source}')
     return {'in_train': share}
 
 
@@ -255,7 +255,7 @@ def main(argv):
     if 'attention_is_causal' not in weights.state.get('config', {}).get('skip_checks', ''):
         check_attention_is_causal(model, context)
     names = config.tasks.split(',')
-    lm_eval_names = [name for name in names if name not in BUILTIN_TASKS]
+    lm_eval_names = [name for name in names if name and name not in BUILTIN_TASKS]
     if lm_eval_names:
         lm_eval_tasks = lm_eval_model.load_tasks(','.join(lm_eval_names))
     results = {}

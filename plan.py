@@ -17,7 +17,6 @@ from model import GPT
 from plaingpt.experiments.speed import estimate_step, planned_gpt_config
 from plaingpt.parallel.blocks import CHECKPOINT_MODES
 from plaingpt.system import devices
-from plaingpt.system.devices import MEASURED, peak_flops
 from plaingpt.system.errors import run_script
 from plaingpt.system.formatting import GIB, count_of, duration, gib, short
 from plaingpt.training import memory
@@ -42,14 +41,15 @@ class PlanConfig(TrainConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.gpu in MEASURED and not self.gpu_memory_gb:
-            _, self.gpu_memory_gb = MEASURED[self.gpu]
+        if self.gpu in devices.MEASURED and not self.gpu_memory_gb:
+            _, self.gpu_memory_gb = devices.MEASURED[self.gpu]
 
     def conflicts(self):
         problems = super().conflicts()
-        if self.gpu and self.gpu not in MEASURED:
-            problems.append(f'gpu={self.gpu}: only {", ".join(MEASURED)} has been measured; to '
-                            'plan memory for another GPU, set --gpu_memory_gb')
+        if self.gpu and self.gpu not in devices.MEASURED:
+            measured = ', '.join(devices.MEASURED)
+            problems.append(f'gpu={self.gpu}: only {measured} has been measured; to plan memory '
+                            'for another GPU, set --gpu_memory_gb')
         return problems
 
     def world_size(self):
@@ -154,10 +154,10 @@ def print_run(gpt_config, config, tokens, source, step_s):
     if step_s:
         estimate = f', about {duration(config.max_iters * step_s)} at the step time measured here'
     print(f'time: {count_of(config.max_iters, "iteration")}, {float(flops):.3g} FLOPs{estimate}')
-    mfu_by_optimizer, _ = MEASURED.get(config.gpu, ({}, 0))
+    mfu_by_optimizer, _ = devices.MEASURED.get(config.gpu, ({}, 0))
     mfu = mfu_by_optimizer.get(config.optimizer)
     if mfu:
-        seconds = flops / (mfu * peak_flops(config.gpu, 'bfloat16') * config.processes)
+        seconds = flops / (mfu * devices.peak_flops(config.gpu, 'bfloat16') * config.processes)
         print(f'  {duration(seconds)} on {count_of(config.processes, config.gpu)} without '
               f'evaluations, at an MFU of {mfu:.0%} (measured with GPT-2 124M)')
 

@@ -144,8 +144,8 @@ def print_answer(generator, messages, config):
         print_text(piece, end='')
 
     try:
-        generator.generate_texts(  # the index gives each answer its own random numbers
-            [ids], [len(messages)], sampling, config.stop_strings(), on_text)
+        indices = [len(messages)]  # each answer draws its own random numbers
+        generator.generate_texts([ids], indices, sampling, config.stop_strings(), on_text)
     except KeyboardInterrupt:
         print(' …', end='')
     print()

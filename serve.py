@@ -56,7 +56,7 @@ class Server:
         self.key = key
         # With a key any origin is allowed, because browsers do not send the key on their own.
         self.allowed = re.compile('.*') if key else LOOPBACK
-        self.queue = asyncio.Semaphore(1 + MAX_QUEUED)
+        self.slots = asyncio.Semaphore(1 + MAX_QUEUED)
         self.executor = ThreadPoolExecutor(1)
 
     def check_access(self, request):
@@ -96,12 +96,12 @@ class Server:
             raise HTTPException(413, f'the body has more than {MAX_BODY_BYTES:,} bytes')
         completion = await asyncio.to_thread(
             Completion, copy(self.generator), 'chat' in scope['path'], body)
-        if self.queue.locked():
+        if self.slots.locked():
             raise HTTPException(429, 'too many requests are queued; try again later')
-        await self.queue.acquire()
+        await self.slots.acquire()
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self.executor, completion.generate, loop, self.uvicorn)
-        future.add_done_callback(lambda _: self.queue.release())
+        future.add_done_callback(lambda _: self.slots.release())
         media_type = 'text/event-stream' if completion.stream else 'application/json'
         # Always a StreamingResponse: Starlette cancels it if the client disconnects.
         response = StreamingResponse(completion.respond(future), media_type=media_type)
@@ -118,6 +118,8 @@ class Completion:
         self.generator = generator
         self.is_chat = is_chat
         self.pieces = asyncio.Queue()
+        self.header = {'id': secrets.token_hex(16), 'created': int(time.time()),
+                       'model': 'plaingpt'}
         options = parse_options(body)
         self.stream = options.get('stream', False)
         self.include_usage = options.get('stream_options') == {'include_usage': True}
@@ -149,8 +151,6 @@ class Completion:
     async def respond(self, future):
         """Yield the body of the response. future: the result of generate(), which is running"""
         future.add_done_callback(lambda _: self.pieces.put_nowait(''))
-        self.header = {'id': secrets.token_hex(16), 'created': int(time.time()),
-                       'model': 'plaingpt'}
         if self.stream:
             yield self.format('', role='assistant')
             while piece := await self.pieces.get():

@@ -1,6 +1,6 @@
 # GPT-2 124M with the newer components of config/shakespeare_char_cpu_fast.py and
-# config/quickstart.py, on a quarter of config/gpt2_124m.py's tokens. An H100 trains 467,000
-# tokens/s; its final loss has not been measured yet.
+# config/quickstart.py, on a quarter of config/gpt2_124m.py's tokens. An H100 processes 467,000
+# tokens/s; the final loss has not been measured yet.
 #   hf download kjj0/fineweb10B-gpt2 --repo-type=dataset --local-dir=data/fineweb10B-gpt2 \
 #       --include=*_val_*.bin --include=*_train_00000*.bin --include=*_train_00001*.bin
 #   python train.py config/gpt2_124m_fast.py

@@ -132,20 +132,24 @@ def main(names):
 
         def try_mutant(mutant):
             folder = idle.get()
-            noticed = is_noticed(folder, mutant, tests_of(mutant, coverage, sizes))
-            idle.put(folder)
-            return noticed
+            try:
+                return is_noticed(folder, mutant, tests_of(mutant, coverage, sizes))
+            finally:
+                idle.put(folder)
 
         for name in names:
             files = [name] if name.endswith('.py') else sorted(
                 str(path.relative_to(folders[0])) for path in (folders[0] / name).rglob('*.py'))
             candidates = [mutant for file in files for mutant in mutants(folders[0], file)]
             sampled = random.Random(SEED).sample(candidates, min(COUNT, len(candidates)))
-            noticed = list(pool.map(try_mutant, sampled))
-            for (file, lines, _, code, new), was_noticed in zip(sampled, noticed, strict=True):
-                if not was_noticed:
-                    print(f'    {file}:{lines.start}: {code}  →  {new}')
-            print(f'{name}: {sum(noticed)} of {len(sampled)} noticed', flush=True)
+            num_noticed = 0
+            for mutant, noticed in zip(sampled, pool.map(try_mutant, sampled), strict=True):
+                if noticed:
+                    num_noticed += 1
+                else:
+                    file, lines, _, code, new = mutant
+                    print(f'    {file}:{lines.start}: {code}  →  {new}', flush=True)
+            print(f'{name}: {num_noticed} of {len(sampled)} noticed', flush=True)
 
 
 if __name__ == '__main__':

@@ -50,7 +50,7 @@ from plaingpt.monitoring.run_record import read_rows
 from plaingpt.system import distributed
 from plaingpt.system.devices import cpu_name
 from plaingpt.system.errors import run_script
-from plaingpt.system.files import sha256_of
+from plaingpt.system.files import make_writable, sha256_of
 from plaingpt.training.checkpoint import checkpoint_paths, find, intact
 
 
@@ -327,6 +327,8 @@ GROUPS = {'kills': kill_round, 'signals': signal_round, 'lost': lost_round, 'dis
 def main(argv):
     names = [arg for arg in argv if arg in GROUPS]
     config = load_config(TortureConfig, [arg for arg in argv if arg not in names], __doc__)
+    if config.save:
+        make_writable(config.save, 'save')  # fail now, not after hours of torture
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
@@ -345,13 +347,13 @@ def main(argv):
             minutes = round((time.monotonic() - start_time) / 60, 1)
             summary = ', '.join(f'{n} {event}' for event, n in sorted(counts.items()))
             print(f'{name}: {rounds} rounds ({summary}): {failures} failed', flush=True)
-            rows.append({'group': name, 'rounds': rounds, 'events': summary, 'wrong': failures,
+            rows.append({'group': name, 'rounds': rounds, 'events': summary, 'failed': failures,
                          'seed': config.seed, 'minutes': minutes, 'machine': cpu_name()})
     if config.save:
         save_csv(Path(config.save, 'torture.csv'), rows)
-    failures = sum(row['wrong'] for row in rows)
-    print(f'{failures} rounds failed' if failures else 'nothing was lost')
-    sys.exit(1 if failures else 0)
+    total = sum(row['failed'] for row in rows)
+    print(f'{total} rounds failed' if total else 'nothing was lost')
+    sys.exit(1 if total else 0)
 
 
 if __name__ == '__main__':

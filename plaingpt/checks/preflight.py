@@ -55,15 +55,15 @@ def preflight(run):
     start_time = time.perf_counter()
     if not config.check:
         return
-    resumes = config.check is not True and bool(run.start.resumed or config.eval_only)
+    is_short = config.check is not True and bool(run.start.resumed or config.eval_only)
     skipped = config.skip_checks.split(',') if config.skip_checks else []
     refuse_unknown_checks(skipped)
     # Eager mode, since compiling for the checks' shapes would take too long.
     with torch.random.fork_rng([run.device] if run.device.type == 'cuda' else []), \
             eager(run.compile):
-        problems = {} if resumes else run_checks(SETUP_CHECKS, run, skipped)
+        problems = {} if is_short else run_checks(SETUP_CHECKS, run, skipped)
         if not any(problems.values()):  # else the code checks would repeat the same failures
-            checks = RESUME_CHECKS if resumes else CODE_CHECKS
+            checks = RESUME_CHECKS if is_short else CODE_CHECKS
             problems |= run_checks(checks, with_small_model(run), skipped)
     if run.device.type == 'cuda':
         torch.cuda.reset_peak_memory_stats(run.device)  # exclude the preflight from the logs
@@ -73,7 +73,7 @@ def preflight(run):
             *(f'preflight: {problems[name]}' for name in failed),
             'training did not start; fix this, or if it is intended, add '
             f'--skip_checks={",".join(skipped + failed)}']))
-    if not resumes:
+    if not is_short:
         print0(f'preflight: {len(problems)} checks passed in '
                f'{time.perf_counter() - start_time:.2f} s{data_checks.first_text(run)}')
 

@@ -17,7 +17,6 @@ import sys
 import zipfile
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import date
 from functools import partial
 from itertools import product
 from math import sqrt
@@ -111,7 +110,7 @@ def train_once(argv, folder, tree=ROOT):
                             f'(ending: {read_run(folder).get("ending", "killed")})')
         if 'data' in inputs and inputs['data'] is None:  # the run has prepared a small corpus
             inputs['data'] = inputs_of(argv)['data']
-        record = {**inputs, 'ended': date.today().isoformat()}
+        record = {**inputs, 'ended': datetime.date.today().isoformat()}
         write_json(record_path, record)
     return summarize(folder) | {'date': record['ended'], 'code': inputs.get('code'),
                                 'config files': inputs.get('config files')}

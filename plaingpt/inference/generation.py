@@ -18,6 +18,7 @@ from plaingpt.system.devices import DTYPES, autocast, cpu_has_bfloat16
 from plaingpt.system.errors import UserError
 
 CHECKED_TOKENS = 2048  # tokens for which check_cache() compares a small model
+MIN_PACKED_WIDTH = 768  # n_embd; narrower float32 models are slower with packed weights
 
 # Attention kernels, fastest first. torch prefers cuDNN on Hopper GPUs, but cuDNN builds a new plan
 # for each length of the cache.
@@ -309,9 +310,6 @@ def small_copy(model):
 
 # -----------------------------------------------------------------------------
 # weights packed for generation
-
-
-MIN_PACKED_WIDTH = 768  # n_embd; narrower float32 models are slower with packed weights
 
 
 def prepare_for_generation(model, device, dtype, pack=True):

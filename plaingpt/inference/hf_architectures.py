@@ -18,6 +18,8 @@ ANY = None  # any value is allowed
 HF_ACTIVATIONS = {'gelu': 'gelu_new', 'gelu_erf': 'gelu', 'relu2': 'relu2', 'swiglu': 'silu'}
 OUR_ACTIVATIONS = {hf_name: name for name, hf_name in HF_ACTIVATIONS.items()}
 # GPTConfig field → key in config.json, inside rope_scaling or rope_parameters
+MAX_TOKENS = 8192  # that matches_reference() compares
+TOLERANCE = 3e-5  # relative error; reference_logits() sums in the order of model.py
 ROPE_SCALING_KEYS = {'rotary_factor': 'factor', 'rotary_length': 'original_max_position_embeddings'}
 
 
@@ -223,9 +225,6 @@ def choose_architecture(model):
 
 # -----------------------------------------------------------------------------
 # Does model.py, which may have been edited, still compute the same as these architectures?
-
-MAX_TOKENS = 8192  # that are compared
-TOLERANCE = 3e-5  # relative error; reference_logits() sums in the order of model.py
 
 
 @torch.no_grad()

@@ -102,4 +102,4 @@ def block_seconds(gpt_config, batch_size, dtypes, stop_early=False):
             if time.perf_counter() > deadline or (stop_early and is_clear(*measured)):
                 break
     torch.set_num_threads(num_threads)
-    return {dtype: min(times[dtype][1:]) for dtype in dtypes}
+    return dict(zip(dtypes, map(min, measured), strict=True))

@@ -51,7 +51,7 @@ def mean_loss(model, loader, sequences, context, stop=None, label=None, use_trai
     loss = (weights * losses).sum() / weights.sum()
     variance = (weights * (losses - loss)**2).sum() / weights.sum()
     count = int((weights > 0).sum())
-    # of the mean of `count` losses, with their variance around it
+    # standard error of the weighted mean of `count` losses
     stderr = math.sqrt(variance / (count - 1)) if count > 1 else None
     return loss.item(), stderr
 

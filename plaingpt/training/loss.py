@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 CHUNK_SIZES = 2048, 4096, 8192  # tokens
 CACHED_LOGITS = 2**20  # 4 MB in float32, which fits into the caches of two CPU cores
 MIN_CACHED_CHUNK = 128  # tokens; below this, overhead outweighs the gain from the cache
-MAX_PADDING = 16  # padding of up to 1/16 of the vocabulary is computed too
+MAX_PADDING_SHARE = 1 / 16  # padding of up to this share of the vocabulary is computed too
 
 
 def chunk_size(chunk, tokens, vocab_size, device_type):
@@ -37,7 +37,7 @@ def chunked_cross_entropy(x, weight, vocab_size, targets, chunk='auto'):
 
     torch's F.linear_cross_entropy does the same, but needs torch 2.13 and breaks compiled graphs.
     """
-    if len(weight) - vocab_size > vocab_size // MAX_PADDING:
+    if len(weight) - vocab_size > vocab_size * MAX_PADDING_SHARE:
         weight = weight[:vocab_size]
     training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     chunk = chunk_size(chunk, targets.numel(), vocab_size, x.device.type)

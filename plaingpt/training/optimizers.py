@@ -242,8 +242,10 @@ OPTIMIZERS = {'adamw': adamw, 'sgd': sgd, 'muon': MuonAdamW,
 
 def track_ema(optimizer, decay):
     """Make each optimizer step update an exponential moving average (EMA) of the parameters,
-    starting with the first step. The EMA is an optimizer state, so memory plans, sharding and
-    checkpoints include it."""
+    starting with the first step (Morales-Brotons et al. 2024, "Exponential Moving Average of
+    Weights in Deep Learning"). At a high learning rate, it is about as good as weights for which
+    the rate has decayed. The EMA is an optimizer state, so memory plans, sharding and checkpoints
+    include it."""
     @torch.no_grad()
     def update_ema(optimizer, *_):
         has_started = any('average' in state for state in optimizer.state.values())

@@ -61,7 +61,7 @@ class TrainConfig(GPTConfig):
     learning_rate: float = 6e-4  # peak learning rate (SGD needs about 100× AdamW's)
     lr_scales: str = ''  # multipliers: embedding:8,ngram:1,head:2,vector:4 (head: if untied)
     max_iters: int = 600000  # number of training steps
-    minutes: float = 0.0  # time limit in minutes, replaces max_iters; on resume: additional minutes
+    minutes: float = 0.0  # time limit, replaces max_iters; init_from=resume: additional minutes
     weight_decay: float = 1e-1  # for matrices and embeddings, not for biases and norms
     beta1: float = 0.9  # AdamW's decay of the first moment
     beta2: float = 0.95  # AdamW's decay of the second moment

@@ -3,7 +3,7 @@
     loss = step.forward_backward(batches)
     grad_norm = step.update(lr)
 
-The training loop, the preflight and bench.py all use this Step.
+The training loop, the preflight, bench.py and plan.py all use this Step.
 """
 
 import math
@@ -80,8 +80,8 @@ class Step:
         max_norm = self.grad_clip or math.inf  # infinity: only measure the norm
         grad_norm = full_tensor(clip_grad_norm_(self.model.parameters(), max_norm))
         skip_step = self.must_skip(grad_norm)  # 1.0 or 0.0, on the device
-        # Not scaler.step(): it checks only gradients, and would update the weights after a bad loss
-        # torch's flag for optimizers that skip the step themselves if found_inf is 1.0
+        # Not scaler.step(): it checks only gradients, and would update the weights after a bad
+        # loss. The flag is torch's, for optimizers that skip the step themselves if found_inf is 1.
         if getattr(optimizer, '_step_supports_amp_scaling', False):
             optimizer.found_inf = skip_step
             optimizer.step()

@@ -4,14 +4,13 @@ import json
 
 import pytest
 from corpus_files import write_parquet
+from sample_data import CHAT
 
-from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ChatTokenizer
+from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS
 from plaingpt.data.conversations import ConversationReader
 from plaingpt.data.documents import FileOptions, Files
-from plaingpt.data.tokenizers import ByteTokenizer
 from plaingpt.system.errors import UserError
 
-BYTES = ChatTokenizer(ByteTokenizer())
 SPECIAL = dict(zip(range(257, 262), SPECIAL_TOKENS, strict=True))
 
 
@@ -41,7 +40,7 @@ def said(*messages, key='messages'):
 
 def marked(messages):
     """Messages as one text of their tokens; ^ below those in the loss."""
-    ids, loss_mask = BYTES.encode_conversation(messages)
+    ids, loss_mask = CHAT.encode_conversation(messages)
     names = [SPECIAL[i][2].upper() if i in SPECIAL else chr(i) for i in ids.tolist()]
     return ''.join(names), ''.join(' ^'[in_loss] for in_loss in loss_mask.tolist())
 

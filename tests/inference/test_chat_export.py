@@ -22,10 +22,10 @@ KNOWN_BY_HEART = [SYSTEM, *ask('Who?', ANSWER)]
 KINDS = ['char', 'bpe:300', pytest.param('gpt2', marks=pytest.mark.slow)]
 
 
-def chat_tokenizer(kind, text_file, monkeypatch):
+def chat_tokenizer(kind, text_file, request):
     texts = [text_file.read_text(encoding='utf-8'),
              *(message['content'] for messages in CONVERSATIONS for message in messages)]
-    return ChatTokenizer(tokenizer_of(kind, monkeypatch, texts))
+    return ChatTokenizer(tokenizer_of(kind, request, texts))
 
 
 @pytest.fixture(scope='module', params=['learned positions', 'rotary'])
@@ -38,8 +38,8 @@ def model(request):
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_the_template_gives_our_ids_in_transformers(kind, tmp_path, text_file, monkeypatch):
-    ours = chat_tokenizer(kind, text_file, monkeypatch)
+def test_the_template_gives_our_ids_in_transformers(kind, tmp_path, text_file, request):
+    ours = chat_tokenizer(kind, text_file, request)
     write_hf(tmp_path, shaken(ours.vocab_size, n_layer=1, n_head=1, n_embd=8), ours)
     from transformers import AutoTokenizer
     theirs = AutoTokenizer.from_pretrained(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from foreign_models import save_tokenizer, shaken
 from processes import die_before_change, exit_code, fails, fork
-from sample_data import CHAT, SHARED
+from sample_data import CHAT
 
 import export
 from plaingpt.data import tokenizers
@@ -39,12 +39,10 @@ def read(path):
     return tensors, {key: field.contents() for key, field in reader.fields.items()}
 
 
-def tokenizer_of(name, monkeypatch, texts):
-    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
-    try:
-        return make_tokenizer(name, texts)
-    except UserError as e:
-        pytest.skip(str(e))
+def tokenizer_of(kind, request, texts):
+    if kind == 'gpt2':
+        request.getfixturevalue('gpt2_tokenizer')
+    return make_tokenizer(kind, texts)
 
 
 def learned(model, ids, steps):

@@ -47,9 +47,9 @@ def test_llama_cpp_gives_our_logits(tmp_path, flags, text_file):
 @pytest.mark.parametrize('kind', ['byte', 'bpe:700',
                                   pytest.param('gpt2', marks=pytest.mark.slow)])
 def test_llama_cpp_encodes_text_as_we_do(
-        tmp_path, kind, text_file, monkeypatch):
+        tmp_path, kind, text_file, request):
     code = text_file.read_text(encoding='utf-8')
-    tokenizer = tokenizer_of(kind, monkeypatch, [code])
+    tokenizer = tokenizer_of(kind, request, [code])
     texts = [code[:20_000], shared_file('wikitext2_valid.txt').read_text(encoding='utf-8')[:20_000],
              *STRANGE, 'x<|endoftext|>y<|padding|> </s><s><|im_end|><EOT>']
     end = tokenizer.end_of_text

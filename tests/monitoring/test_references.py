@@ -22,7 +22,7 @@ def curve(offset):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """It takes the place of references/."""
+    """It takes the place of docs/references/."""
     monkeypatch.setattr(references, 'FOLDER', tmp_path / 'references')
     (tmp_path / 'references').mkdir()
     return tmp_path / 'references'

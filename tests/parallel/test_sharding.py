@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor
 
 import train
-from model import GPT, GPTConfig
+from model import GPT
 from plaingpt.parallel import sharding
 from plaingpt.system.devices import rng_state
 from plaingpt.system.distributed import is_sharded, launched_world, process_group
@@ -22,7 +22,6 @@ from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.settings import TrainConfig
 
 CPU = torch.device('cpu')
-SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
 NEWER = dict(rotary=True, rmsnorm=True, qk_norm=True, conv=3, mlp='swiglu',
              value_embeddings=True, ngram_rows=50, tied_head=False)
 

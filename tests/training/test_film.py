@@ -22,16 +22,16 @@ from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import film
 
 
-def moments(out_dir):
+def snapshots(out_dir):
     return read_rows(out_dir / 'film.jsonl')
 
 
 @pytest.fixture
 def filmed(tiny, tmp_path, char_data):
-    """→ (the last moment of a run, its model, the passage as tokens (1, T))"""
+    """→ (the last snapshot of a run, its model, the passage as tokens (1, T))"""
     train.main([*tiny, '--film', '--rotary=True', '--qk_norm=True', '--n_kv_head=1', '--conv=2'])
     model = model_of(checkpoints.find(tmp_path / 'out')).eval()
-    *_, row = moments(tmp_path / 'out')
+    *_, row = snapshots(tmp_path / 'out')
     chars = json.loads((char_data / 'meta.json').read_text())['tokenizer']['chars']
     [passage] = row['passages']
     return row, model, torch.tensor([[chars.index(token) for token, *_ in passage]])
@@ -66,11 +66,11 @@ def test_a_film_has_the_attention_of_the_model(filmed):
 def test_the_film_of_a_resumed_run_matches_the_uninterrupted_one(tiny, tmp_path):
     out = tmp_path / 'out'
     train.main([*tiny, '--film'])
-    whole = moments(out)
+    whole = snapshots(out)
     with open(out / 'film.jsonl', 'a') as f:
         f.write('{"iter": 7, "pass')  # what a kill left
     train.main([*tiny, '--film', '--init_from=resume', '--checkpoint=3'])
-    assert moments(out) == whole
+    assert snapshots(out) == whole
 
 
 def test_a_film_that_fails_does_not_end_the_run(tiny, tmp_path, monkeypatch, capsys):
@@ -98,7 +98,7 @@ def page(char_data, tmp_path_factory):
     """The page of a run whose last sample would like to be markup."""
     one = tmp_path_factory.mktemp('filmed') / 'one'
     train.main([*TINY, '--film', f'--dataset={char_data}', f'--out_dir={one}'])
-    rows = moments(one)
+    rows = snapshots(one)
     rows[-1]['sample'] = rows[-1]['passages'][0][3][0] = HOSTILE
     (one / 'film.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
     plot.main(['--film', str(one), f'--output={one}.html'])
@@ -112,7 +112,7 @@ def test_the_page_loads_nothing_else(page):
 def test_the_page_has_all_of_the_film_as_text(page):
     text = page.path.read_text()
     shown = json.loads(re.search(r'application/json">(.*?)</script>', text)[1])
-    assert shown == moments(page.folder)
+    assert shown == snapshots(page.folder)
     assert shown[-1]['sample'] == HOSTILE
 
 
@@ -125,7 +125,7 @@ def test_a_browser_shows_the_page(page, tmp_path, width):
     told = page.path.read_text() + '''<script>
       onerror = message => { document.title = message; };
       slider.value = 0; slider.oninput();
-      const first = $('.passage').innerHTML; go(moments.length - 1); $('canvas').click();
+      const first = $('.passage').innerHTML; go(snapshots.length - 1); $('canvas').click();
       $('.passage span:nth-child(6)').onpointerover();
       document.title = JSON.stringify([$('#at').textContent,
         first !== $('.passage').innerHTML, $('.sample').textContent, $('#bold') === null,

@@ -71,6 +71,15 @@ def test_what_a_newer_version_wrote_is_refused(change, old, capsys, monkeypatch)
     assert 'alibi' in said or 'format_version=2' in said
 
 
+@pytest.mark.parametrize('change', [
+    lambda state: state.update(alibi=True), lambda state: state['model'].update(alibi=True),
+    lambda state: state.update(format_version=2)], ids=['state', 'model', 'format'])
+def test_sampling_refuses_a_model_that_a_newer_version_wrote(change, old, capsys, monkeypatch):
+    change_state(change)
+    said = fails(capsys, monkeypatch, sample.main, 'run', '--device=cpu')
+    assert 'run/checkpoints/iter-00000006' in said
+
+
 def test_sampling_reads_a_run_that_a_newer_version_trained(old, capsys):
     change_state(lambda state: state['config'].update(alibi=True))  # which does not matter to it
     sample.main(['run', '--device=cpu', '--max_new_tokens=5'])

@@ -170,10 +170,10 @@ def test_the_card_of_an_export_has_the_facts_of_the_run(exported_run, char_data)
 
 @pytest.mark.parametrize('kind', [
     'char', 'byte', 'bpe:700', pytest.param('gpt2', marks=pytest.mark.slow)])
-def test_an_exported_tokenizer_agrees_in_transformers(kind, text_file, tmp_path, monkeypatch):
+def test_an_exported_tokenizer_agrees_in_transformers(kind, text_file, tmp_path, request):
     from transformers import AutoTokenizer
     text = text_file.read_text(encoding='utf-8')
-    ours = tokenizer_of(kind, monkeypatch, [text, *STRANGE])
+    ours = tokenizer_of(kind, request, [text, *STRANGE])
     theirs = AutoTokenizer.from_pretrained(
         exported(tmp_path / 'a', shaken(vocab_size=ours.vocab_size), ours))
     assert theirs.eos_token_id == ours.end_of_text

@@ -154,6 +154,13 @@ def test_a_recipe_for_own_text_is_larger_with_more_time_or_text(char_data, monke
         == [(4, 128, 106), (4, 192, 2484), (6, 448, 3906)]
 
 
+def test_weights_decay_twice_as_fast_in_a_large_model_for_own_text(monkeypatch):
+    monkeypatch.setattr(dtype_choice, 'core_speed', lambda dtype: 2.5e11)
+    small, large = (load_config(TrainConfig, ['config/own_text.py', '--dataset=not_prepared',
+                                              f'--minutes={minutes}']) for minutes in (0.1, 60))
+    assert large.weight_decay == 2 * small.weight_decay
+
+
 @pytest.mark.parametrize('init_from', ['resume', 'auto'])
 def test_a_resumed_run_on_own_text_keeps_its_size(init_from, trained):
     config = load_config(TrainConfig, [

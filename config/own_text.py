@@ -55,11 +55,11 @@ if not is_resumed(out_dir, init_from):  # a resumed run keeps its architecture
     tied_head = False
 
 # Over many epochs a model memorizes the text, unless the weights decay. With this decay, they are
-# an average of the updates of about the last epoch (Wang and Aitchison 2024), or of the last half
-# from 6 parameters per token on, since large models memorize sooner: see docs/training.md
-_per_token = (12 * n_layer * n_embd ** 2 + 2 * _vocab * n_embd) / _epoch
-_averages_per_epoch = min(2.0, max(1.0, _per_token / 3))
-weight_decay = min(6.0, max(0.1, _averages_per_epoch * _step / _epoch / max(learning_rate, 1e-9)))
+# an average of the updates of about the last epoch (Wang and Aitchison 2024). From 3 to 6
+# parameters per token, it grows to twice that, because larger models memorize sooner.
+_parameters_per_token = (12 * n_layer * n_embd ** 2 + 2 * _vocab * n_embd) / _epoch
+_decay_scale = min(2.0, max(1.0, _parameters_per_token / 3))
+weight_decay = min(6.0, max(0.1, _decay_scale * _step / _epoch / max(learning_rate, 1e-9)))
 
 # everything else as in config/shakespeare_char_cpu_fast.py
 zero_init = True

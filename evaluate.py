@@ -34,7 +34,6 @@ from plaingpt.system.distributed import gloo_group, launched_world, print0, proc
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
 from plaingpt.training.evaluation import mean_loss
-from plaingpt.training.loss import chunked_cross_entropy
 from plaingpt.training.open_weights import ModelChoice, load
 from plaingpt.training.start import trained_on
 
@@ -189,11 +188,11 @@ class SequenceLosses(torch.nn.Module):
         self.gpt = gpt
 
     def forward(self, idx, targets):
-        gpt = self.gpt
-        x = gpt.hidden(idx)  # (B, T, C)
-        losses = [chunked_cross_entropy(x_i, gpt.lm_head.weight, gpt.config.vocab_size, targets_i)
+        x = self.gpt.hidden(idx)  # (B, T, C)
+        totals = [self.gpt.loss(self.gpt.logits(x_i), targets_i)
                   for x_i, targets_i in zip(x, targets, strict=True)]
-        return None, torch.stack(losses)
+        counts = (targets != -1).sum(dim=1).clamp(min=1)
+        return None, torch.stack(totals) / counts
 
 
 def score(model, text, context):

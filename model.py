@@ -120,28 +120,33 @@ class GPTConfig:
         return conflicts
 
 
+class LayerNorm(nn.LayerNorm):
+    def forward(self, x):  # (…, C); CUDA's autocast computes it in float32
+        return super().forward(x).to(x.dtype)
+
+
 class RMSNorm(nn.RMSNorm):
     def forward(self, x):  # (…, C); torch's fused kernel needs the weight in the dtype of x
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        weight = self.weight.to(x.dtype)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
 def norm(config, size):
-    """LayerNorm or RMSNorm over the last `size` channels."""
+    """LayerNorm or RMSNorm over the last `size` channels; returns the dtype of its input."""
     if config.rmsnorm:
         return RMSNorm(size, eps=config.norm_eps)
-    return nn.LayerNorm(size, eps=config.norm_eps, bias=config.bias)
+    return LayerNorm(size, eps=config.norm_eps, bias=config.bias)
 
 
 def rotary_table(config):
     """cos and sin of the angle by which each position rotates each pair of channels (i, i + D/2):
-    2 × (block_size, D). The first half of sin is negated, as rotate() expects."""
+    2 × (block_size, D/2)."""
     n = config.head_size // 2
     frequencies = config.rotary_base ** (-torch.arange(n) / n)  # (D/2,), radians per position
     if config.rotary_factor != 1:
         frequencies = frequencies * llama3_scaling(frequencies, config)
     angles = torch.outer(torch.arange(config.block_size), frequencies)  # (block_size, D/2)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return angles.cos(), angles.sin()
 
 
 def llama3_scaling(frequencies, config):
@@ -153,19 +158,12 @@ def llama3_scaling(frequencies, config):
 
 
 def rotate(x, cos, sin):
-    """x (B, H, T, D); cos, sin (…, T, D) from rotary_table → (B, H, T, D). A pair of channels
-    (a, b) becomes (a·cos − b·sin, b·cos + a·sin)."""
-    swapped = x.roll(x.size(-1) // 2, dims=-1)  # channels i and i + D/2 change places
-    return torch.addcmul(x * cos.to(x.dtype), swapped, sin.to(x.dtype))
-
-
-def repeat_kv(x, n_head):
-    """Repeat each key/value head for the query heads that share it: (B, KV, T, D) → (B, H, T, D).
-    enable_gqa would do the same, but with it no fused GPU kernel accepts a mask."""
-    repeats = n_head // x.size(1)
-    if repeats == 1:
-        return x
-    return x.repeat_interleave(repeats, dim=1)
+    """Rotate each pair of channels: x (B, H, T, D); cos, sin (…, T, D/2) → (B, H, T, D)."""
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    x1, x2 = x.chunk(2, dim=-1)  # 2 × (B, H, T, D/2)
+    y1 = torch.addcmul(x1 * cos, x2, sin, value=-1)  # x1·cos − x2·sin
+    y2 = torch.addcmul(x2 * cos, x1, sin)  # x2·cos + x1·sin
+    return torch.cat((y1, y2), dim=-1)
 
 
 class Documents(NamedTuple):
@@ -228,12 +226,11 @@ class CausalSelfAttention(nn.Module):
         self.qkv_sizes = config.qkv_sizes
         self.c_attn = nn.Linear(config.n_embd, sum(self.qkv_sizes),
                                 bias=config.bias or config.qkv_bias)
-        self.c_attn.split_sizes = self.qkv_sizes  # for Muon, which updates Q, K and V separately
         self.c_proj = nn.Linear(self.qkv_sizes[0], config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         self.q_norm = norm(config, config.head_size) if config.qk_norm else nn.Identity()
         self.k_norm = norm(config, config.head_size) if config.qk_norm else nn.Identity()
-        self.attention = None  # train.py sets a faster kernel for CPUs
+        self.sdpa = F.scaled_dot_product_attention  # train.py sets a faster one
         self.value_embedding = None
         if config.value_embeddings:
             self.value_embedding = nn.Embedding(config.padded_vocab_size, self.qkv_sizes[2])
@@ -254,18 +251,14 @@ class CausalSelfAttention(nn.Module):
         v = v.view(B, T, -1, D).transpose(1, 2)  # (B, KV, T, D)
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        q, k = q.to(v.dtype), k.to(v.dtype)  # under CUDA's autocast norms return float32
 
         mask = None if documents is None else documents.mask
         if cache is not None:
             k, v, mask = cache.extend(k, v)  # keys and values of all tokens so far
-        if T > 1:  # for one token, repeating the whole cache would take longer than attention
-            k, v = repeat_kv(k, self.n_head), repeat_kv(v, self.n_head)
         # y = softmax(q kᵀ / √D) v, where each token attends to itself and to earlier tokens. With a
         # cache and no mask, all keys are earlier ones.
         is_causal = mask is None and cache is None
-        attention = self.attention or F.scaled_dot_product_attention
-        y = attention(q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0,
+        y = self.sdpa(q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0,
                       is_causal=is_causal, enable_gqa=k.size(1) < self.n_head)  # (B, H, T, D)
         y = y.transpose(1, 2).flatten(2)  # (B, H, T, D) → (B, T, H·D)
         return self.resid_dropout(self.c_proj(y))
@@ -297,10 +290,10 @@ class ShortConv(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        n_matrices = 2 if config.mlp == 'swiglu' else 1  # SwiGLU: gate and up projections
-        width_in = n_matrices * config.mlp_width
+        width_in = config.mlp_width
+        if config.mlp == 'swiglu':  # gate and up projections
+            width_in *= 2
         self.c_fc = nn.Linear(config.n_embd, width_in, bias=config.bias)
-        self.c_fc.split_sizes = n_matrices * (config.mlp_width,)  # for Muon
         self.activation = ACTIVATIONS[config.mlp]
         self.c_proj = nn.Linear(config.mlp_width, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
@@ -323,7 +316,7 @@ class Block(nn.Module):
 
     def forward(self, x, idx, rotary=None, documents=None, cache=None):
         x = x + self.attn(self.ln_1(x), idx, rotary, documents, cache)  # (B, T, C)
-        h = self.ln_2(x).to(x.dtype)  # under CUDA's autocast norms return float32
+        h = self.ln_2(x)  # (B, T, C)
         if self.conv is not None:
             h = self.conv(h, documents, cache)
         return x + self.mlp(h)
@@ -350,68 +343,79 @@ class GPT(nn.Module):
         if config.tied_head:
             self.lm_head.weight = self.transformer.wte.weight
         if config.rotary:
-            cos, sin = rotary_table(config)  # 2 × (block_size, D)
+            cos, sin = rotary_table(config)  # 2 × (block_size, D/2)
             self.register_buffer('cos', cos, persistent=False)
             self.register_buffer('sin', sin, persistent=False)
-        self.loss_function = None  # train.py sets one that never holds all logits at once
+        self.loss_in_chunks = None  # train.py sets it, to compute loss() with less memory
         self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
-        """Initialize matrices from N(0, 0.02²), as in GPT-2, norms to 1 and biases to 0."""
+        """Initialize matrices from N(0, 0.02²), as in GPT-2, norms to 1 and biases to 0. Parameters
+        of any other module keep the values that they were created with."""
         # These are added to other terms: zero-init makes each a no-op at first.
-        zeros = ('conv.weight', 'value_embedding.weight', 'ngram.weight')
+        zeros = ('conv', 'value_embedding', 'ngram')
         if self.config.zero_init:
-            zeros += ('c_proj.weight', 'lm_head.weight')
-        for name, p in self.named_parameters():
-            if p.dim() == 1:
-                nn.init.constant_(p, 1.0 if name.endswith('weight') else 0.0)
-            elif name.endswith(zeros):
-                nn.init.zeros_(p)
-            elif name.endswith('c_proj.weight'):  # 2L branches: their variances add (GPT-2, §2.3)
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer))
-            else:
-                nn.init.normal_(p, std=0.02)
-            if name.endswith(VOCAB_WEIGHTS):
-                p[self.config.vocab_size:] = 0.0  # padding
+            zeros += ('c_proj', 'lm_head')
+        for name, module in self.named_modules():
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                module.reset_parameters()  # weight 1, bias 0
+            elif isinstance(module, nn.Linear | nn.Embedding | ShortConv | NgramEmbedding):
+                if name == 'lm_head' and self.config.tied_head:
+                    continue  # it has been initialized as wte
+                std = 0.02
+                if name.endswith('c_proj'):  # 2L branches: their variances add (GPT-2, §2.3)
+                    std = 0.02 / math.sqrt(2 * self.config.n_layer)
+                if name.endswith(zeros):
+                    nn.init.zeros_(module.weight)
+                else:
+                    nn.init.normal_(module.weight, std=std)
+                if getattr(module, 'bias', None) is not None:
+                    nn.init.zeros_(module.bias)
+                if f'{name}.weight'.endswith(VOCAB_WEIGHTS):
+                    module.weight[self.config.vocab_size:] = 0.0  # padding
 
     def forward(self, idx, targets=None):
         """idx (B, T) int64, T ≤ block_size → (logits (B, T, V), None).
 
-        With targets (B, T), the next tokens → (logits, mean cross-entropy in nats). Targets of -1
-        are ignored; if all are, the loss is 0. If loss_function is set, it computes the same loss
-        from the hidden states → (None, loss)."""
+        With targets (B, T), the next tokens → (logits, mean loss in nats per token). Targets of -1
+        are ignored; if all are, the loss is 0. With loss_in_chunks → (None, the same loss)."""
         x = self.hidden(idx)  # (B, T, C)
-        if targets is not None and self.loss_function is not None:
-            return None, self.loss_function(x, self.lm_head.weight, self.config.vocab_size, targets)
-        logits = self.logits(x)  # (B, T, V)
         if targets is None:
-            return logits, None
-        total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(),  # (B·T, V), (B·T,)
-                                ignore_index=-1, reduction='sum')
-        return logits, total / (targets != -1).sum().clamp(min=1)
+            return self.logits(x), None
+        count = (targets != -1).sum().clamp(min=1)
+        if self.loss_in_chunks is not None:
+            return None, self.loss_in_chunks(self, x, targets) / count
+        logits = self.logits(x)  # (B, T, V)
+        return logits, self.loss(logits, targets) / count
+
+    def loss(self, logits, targets):
+        """logits (…, V), targets (…) → the cross-entropy in nats, summed over the targets that are
+        not -1. Training, evaluation and plans all use this definition."""
+        logits, targets = logits.flatten(0, -2), targets.flatten()  # (N, V), (N,)
+        return F.cross_entropy(logits.float(), targets, ignore_index=-1, reduction='sum')
 
     def hidden(self, idx, cache=None):
         """idx (B, T) → the final hidden states (B, T, C), which are the input of the head. cache: a
         KVCache (plaingpt/inference/generation.py) of earlier tokens, to which these are added."""
         block_size = self.config.block_size
         assert idx.size(1) <= block_size, f'{idx.size(1)} tokens exceed block_size={block_size}'
-        positions = slice(idx.size(1))  # or a tensor (T,) or (B, T): indexes position embeddings
+        positions = torch.arange(idx.size(1), device=idx.device)  # (T,)
         documents = None
         layer_caches = [None] * len(self.transformer.h)
         if cache is not None:
-            positions = cache.positions
+            positions = cache.positions  # (T,) or (B, T)
             layer_caches = cache.layers
         elif self.config.document_attention:
             documents = find_documents(idx, self.config.document_start)
-            positions = documents.positions
+            positions = documents.positions  # (B, T)
         x = self.transformer.wte(idx)  # (B, T, C)
         if self.config.ngram_rows:
             x = x + self.transformer.ngram(idx, documents, cache)  # (B, T, C)
         if self.config.learned_positions:
-            x = x + self.transformer.wpe.weight[positions]  # (B, T, C) + (T, C) or (B, T, C)
+            x = x + self.transformer.wpe(positions)  # (B, T, C) + (T, C) or (B, T, C)
         rotary = None
-        if self.config.rotary:  # 2 × (1, T, D), or (B, 1, T, D) if positions differ between rows
+        if self.config.rotary:  # 2 × (1, T, D/2), or (B, 1, T, D/2) if rows differ in positions
             rotary = self.cos[positions].unsqueeze(-3), self.sin[positions].unsqueeze(-3)
         x = self.transformer.drop(x)
         device = x.device.type
@@ -421,9 +425,11 @@ class GPT(nn.Module):
             x = block(x, idx, rotary, documents, layer_cache)  # (B, T, C)
         return self.transformer.ln_f(x)
 
-    def logits(self, x):
-        """Hidden states (…, C) → logits (…, V), without the padding of the vocabulary."""
-        return self.lm_head(x)[..., :self.config.vocab_size]
+    def logits(self, x, weight=None):
+        """Hidden states (…, C) → logits (…, V), without the padding of the vocabulary. weight: of
+        the head, in place of lm_head's"""
+        weight = self.lm_head.weight if weight is None else weight
+        return F.linear(x, weight)[..., :self.config.vocab_size]
 
     def num_parameters(self, without=()):
         """Number of parameters. Tied weights count once, and the padding of the vocabulary does not

@@ -39,11 +39,11 @@ from plaingpt.system.distributed import (
 from plaingpt.system.errors import phase, run_script
 from plaingpt.system.files import lock_output_dir
 from plaingpt.system.formatting import command_for, quoted
-from plaingpt.training.attention import use_cpu_attention
+from plaingpt.training.attention import use_fast_attention
 from plaingpt.training.checkpoint import KEEP_NEWEST, Saver
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.evaluation import check_tasks, mean_loss, mixture_stderr
-from plaingpt.training.loss import chunked_cross_entropy
+from plaingpt.training.loss import loss_in_chunks
 from plaingpt.training.memory import fit_to_memory
 from plaingpt.training.monitor import Monitor
 from plaingpt.training.optimizers import build_optimizer, ema_weights, resume_ema
@@ -134,8 +134,8 @@ def setup(config, start, world, device, device_why):
         from plaingpt.parallel import sharding
     with sharding.parameters_on_meta() if use_fsdp else nullcontext():
         model = GPT(gpt_config)
-    model.loss_function = chunked_cross_entropy  # the loss of GPT.forward in less memory
-    use_cpu_attention(model)  # the same attention, faster on a CPU
+    model.loss_in_chunks = loss_in_chunks  # the model's own loss in less memory
+    use_fast_attention(model)  # the same attention, faster on a CPU
     apply_activation_checkpointing(model, config.activation_checkpointing)
     compile_by_block = compile and (use_fsdp or compile == 'blocks')
     if compile:

@@ -11,7 +11,7 @@ from plaingpt.parallel.blocks import (
     CHECKPOINT_MODES,
     apply_activation_checkpointing,
 )
-from plaingpt.training.loss import chunked_cross_entropy
+from plaingpt.training.loss import loss_in_chunks
 
 OPENER = 64
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32,
@@ -69,7 +69,7 @@ def test_a_document_in_a_sequence_has_the_gradients_that_it_has_alone(flags):
     targets = idx.roll(-1, 1)
     loss = sum(model(i, t)[1] * i.numel() for i, t in zip(alone(idx), alone(targets), strict=True))
     expected = torch.autograd.grad(loss / idx.numel(), list(model.parameters()))
-    model.loss_function = partial(chunked_cross_entropy, chunk=24)
+    model.loss_in_chunks = partial(loss_in_chunks, chunk=24)
     for mode in CHECKPOINT_MODES:
         checkpointed = deepcopy(model)
         apply_activation_checkpointing(checkpointed, mode)

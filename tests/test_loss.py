@@ -1,61 +1,89 @@
+"""The loss is GPT.loss, in chunks or not; what is edited there is what trains."""
+
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, GPTConfig
-from plaingpt.training.loss import chunked_cross_entropy, fused_cross_entropy, summed_cross_entropy
+from plaingpt.training.loss import MIN_LOGITS, chunk_size, loss_in_chunks
 
-V, PADDED = 250, 256  # little padding: it is computed along
+SMALL = GPTConfig(block_size=16, vocab_size=250, n_layer=1, n_head=2, n_embd=16)
 
 
-def head_and_text():
+def label_smoothing(self, logits, targets):
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-1,
+                           reduction='sum', label_smoothing=0.2)
+
+
+def z_loss(self, logits, targets):
+    squares = logits.logsumexp(dim=-1).square() * (targets != -1)
+    return as_written(self, logits, targets) + 0.1 * squares.sum()
+
+
+def soft_cap(self, x, weight=None):
+    return 2 * torch.tanh(logits_as_written(self, x, weight) / 2)
+
+
+as_written, logits_as_written = GPT.loss, GPT.logits
+EDITS = {'none': {}, 'label smoothing': {'loss': label_smoothing}, 'z-loss': {'loss': z_loss},
+         'a cap on the logits': {'logits': soft_cap}}
+
+
+def make():
     torch.manual_seed(0)
-    head = torch.nn.Linear(16, PADDED, bias=False)
+    model = GPT(SMALL)
     with torch.no_grad():
-        head.weight[V:] = 100.0  # were the padding in play, it would win or lose it all
-    x, targets = torch.randn(40, 16, requires_grad=True), torch.randint(V, (40,))
-    targets[3:6] = -1
-    return head, x, targets
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1)
+        model.lm_head.weight[250:] = 100.0  # padding; if it counted, it would win or lose it all
+    return model
 
 
-def loss_and_gradients(compute, head, x, targets):
-    nats = compute(x, head, targets)
-    return nats, *torch.autograd.grad(nats, (x, *head.parameters()))
+def batch():
+    idx = torch.randint(250, (4, 16), generator=torch.Generator().manual_seed(0))
+    targets = idx.roll(-1, 1)
+    targets[0, 3:9] = -1
+    return idx, targets
+
+
+def loss_and_gradients(model, call):
+    loss = call(*batch())[1]
+    return loss, *torch.autograd.grad(loss, [*model.parameters()])
 
 
 @pytest.mark.parametrize('compiled', [False, pytest.param(True, marks=pytest.mark.slow)])
-def plain(x, head, targets):
-    return F.cross_entropy(head(x)[:, :V], targets, ignore_index=-1)
-
-
-def ours(x, head, targets):
-    return chunked_cross_entropy(x, head.weight, V, targets, 16)
-
-
-@pytest.mark.parametrize('compiled', [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_padding_that_is_computed_along_counts_for_nothing(compiled):
+@pytest.mark.parametrize('edit', EDITS)
+def test_an_edit_of_the_loss_trains_in_chunks_as_without(edit, compiled, monkeypatch):
+    unedited = make()(*batch())[1]
+    for name, method in EDITS[edit].items():
+        monkeypatch.setattr(GPT, name, method)
+    model = make()
+    plain = loss_and_gradients(model, model)
+    model.loss_in_chunks = partial(loss_in_chunks, chunk=24)
     torch._dynamo.reset()
-    compute = torch.compile(ours, backend='aot_eager', fullgraph=True) if compiled else ours
-    head, x, targets = head_and_text()
-    result = loss_and_gradients(compute, head, x, targets)
-    torch.testing.assert_close(result, loss_and_gradients(plain, head, x, targets))
-    assert (result[2][V:] == 0).all()
+    call = torch.compile(model, backend='aot_eager', fullgraph=True) if compiled else model
+    torch.testing.assert_close(loss_and_gradients(model, call), plain)
+    assert edit == 'none' or abs(plain[0] - unedited) > 0.01
+
+
+def test_the_loss_is_the_mean_of_torchs_cross_entropy():
+    model = make()
+    idx, targets = batch()
+    logits, loss = model(idx, targets)
+    torch.testing.assert_close(
+        loss, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1))
 
 
 def test_the_loss_without_gradients_is_the_same():
-    head, x, targets = head_and_text()
+    model = make()
+    expected = model(*batch())[1]
+    model.loss_in_chunks = partial(loss_in_chunks, chunk=24)
     with torch.no_grad():
-        torch.testing.assert_close(ours(x, head, targets), plain(x, head, targets))
-
-
-@pytest.mark.parametrize('training', [True, False])
-def test_what_is_compiled_computes_the_same(training):
-    logits, targets = torch.randn(40, PADDED), torch.randint(V, (40,))
-    targets[3:6] = -1
-    torch.testing.assert_close(
-        fused_cross_entropy(logits.clone(), V, targets[:, None], training),
-        summed_cross_entropy(logits.clone(), V, targets, training))
+        torch.testing.assert_close(model(*batch())[1], expected.detach())
 
 
 class LargestResult(TorchDispatchMode):
@@ -70,17 +98,26 @@ class LargestResult(TorchDispatchMode):
         return result
 
 
-def test_no_more_logits_than_those_of_a_chunk_are_there_at_once():
-    head, x, targets = head_and_text()
-    with LargestResult() as largest:
-        ours(x, head, targets)
-    assert largest.numbers == 16 * PADDED
+@pytest.mark.parametrize('training', [True, False])
+def test_no_more_logits_than_those_of_a_chunk_are_there_at_once(training):
+    model = GPT(replace(SMALL, vocab_size=1024))
+    model.loss_in_chunks = partial(loss_in_chunks, chunk=24)
+    with LargestResult() as largest, torch.set_grad_enabled(training):
+        model(*batch())
+    assert largest.numbers == 24 * 1024
 
 
-@pytest.mark.parametrize('loss_function', [None, chunked_cross_entropy])
-def test_a_batch_without_targets_has_gradients_of_zero(loss_function):
-    gpt = GPT(GPTConfig(block_size=8, vocab_size=V, n_layer=1, n_head=2, n_embd=16))
-    gpt.loss_function = loss_function
-    loss = gpt(torch.randint(V, (2, 8)), torch.full((2, 8), -1))[1]
+@pytest.mark.parametrize('device', ['cpu', 'cuda'])
+def test_few_logits_are_computed_at_once_and_many_in_chunks(device):
+    assert chunk_size(MIN_LOGITS // 4096, 4096, device) == MIN_LOGITS // 4096
+    assert chunk_size(8192, 50257, device) < 8192
+
+
+@pytest.mark.parametrize('chunked', [False, True])
+def test_a_batch_without_targets_has_gradients_of_zero(chunked):
+    model = make()
+    if chunked:
+        model.loss_in_chunks = partial(loss_in_chunks, chunk=24)
+    loss = model(batch()[0], torch.full((4, 16), -1))[1]
     assert loss == 0
-    assert not any(gradient.any() for gradient in torch.autograd.grad(loss, [*gpt.parameters()]))
+    assert not any(gradient.any() for gradient in torch.autograd.grad(loss, [*model.parameters()]))

@@ -14,7 +14,7 @@ from processes import ROOT
 
 from model import GPT, GPTConfig, NgramEmbedding, ShortConv
 from plaingpt.parallel.blocks import apply_activation_checkpointing
-from plaingpt.training.loss import chunked_cross_entropy
+from plaingpt.training.loss import loss_in_chunks
 
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
 
@@ -122,7 +122,7 @@ def test_the_loss_in_chunks_is_as_exact_as_the_plain_one_in_half_precision(dtype
         model = GPT(SMALL)
         _, exact = loss_and_gradient(model, model)
         plain_error += relative(loss_and_gradient(model, model, dtype)[1], exact)
-        model.loss_function = partial(chunked_cross_entropy, chunk=32)
+        model.loss_in_chunks = partial(loss_in_chunks, chunk=32)
         chunked_error += relative(loss_and_gradient(model, model, dtype)[1], exact)
     assert 0 < chunked_error < 1.05 * plain_error
 
@@ -130,7 +130,7 @@ def test_the_loss_in_chunks_is_as_exact_as_the_plain_one_in_half_precision(dtype
 def test_float16_gradients_of_a_large_batch_do_not_vanish(model):
     idx = tokens(1024, 16)  # 1 / (B·T·V) is below what float16 can hold
     _, exact = loss_and_gradient(model, model, idx=idx)
-    model.loss_function = partial(chunked_cross_entropy, chunk=4096)
+    model.loss_in_chunks = partial(loss_in_chunks, chunk=4096)
     _, gradient = loss_and_gradient(model, lambda *batch: (None, model(*batch)[1] * 2**10),
                                     torch.float16, idx)
     assert relative(gradient / 2**10, exact) < 0.01
@@ -168,7 +168,7 @@ def saved_bytes(model, idx):
 def test_the_loss_in_chunks_keeps_no_logits():
     model, idx = GPT(replace(SMALL, vocab_size=3000)), tokens(8, 16)
     plain = saved_bytes(model, idx)
-    model.loss_function = partial(chunked_cross_entropy, chunk=32)
+    model.loss_in_chunks = partial(loss_in_chunks, chunk=32)
     # what goes: float32 (B·T, V); what comes: the gradients, (B·T, C) and (V, C)
     assert plain - saved_bytes(model, idx) == pytest.approx(
         4 * (128 * 3000 - 128 * 32 - 3000 * 32), rel=0.02)
@@ -218,7 +218,7 @@ def test_each_flag_trains_as_in_plain_float32():
         exact_loss, exact = loss_and_gradient(model, model)
         _, rounded = loss_and_gradient(model, model, torch.bfloat16)
         assert relative(rounded, exact) < 0.05, flags
-        model.loss_function = partial(chunked_cross_entropy, chunk=7)
+        model.loss_in_chunks = partial(loss_in_chunks, chunk=7)
         loss, chunked = loss_and_gradient(model, model)
         assert relative(loss, exact_loss) < 1e-6, flags
         assert relative(chunked, exact) < 1e-5, flags

@@ -20,7 +20,7 @@ from plaingpt.system.devices import eager, exact_matmul
 from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError, phase
 from plaingpt.system.formatting import one_line
-from plaingpt.training.loss import chunked_cross_entropy
+from plaingpt.training.loss import loss_in_chunks
 from plaingpt.training.optimizers import build_optimizer
 
 # A check is named after the property that holds; --skip_checks takes these names.
@@ -90,9 +90,8 @@ def with_small_model(run):
     """→ the run with a small model, and an optimizer that changes the weights only slightly"""
     config = replace(run.config, learning_rate=1e-3, weight_decay=0.0)
     model = model_checks.small_model(run.model.config).to(run.device)
-    model.loss_function = run.model.loss_function
-    if model.loss_function is chunked_cross_entropy:  # make sure that there are several chunks
-        model.loss_function = partial(chunked_cross_entropy, chunk=model.config.block_size // 2 + 1)
+    if run.model.loss_in_chunks is not None:  # make sure that there are several chunks
+        model.loss_in_chunks = partial(loss_in_chunks, chunk=model.config.block_size // 2 + 1)
     apply_activation_checkpointing(model, config.activation_checkpointing)
     step = replace(run.step, model=model, optimizer=build_optimizer(model, config))
     return replace(run, config=config, model=model, step=step)

@@ -69,5 +69,5 @@ def compile_blocks(model):
     apply_activation_checkpointing and before the model is wrapped."""
     for block in model.transformer.h:
         block.compile()
-    if model.loss_function is not None:
-        model.loss_function = torch.compile(model.loss_function)
+    if model.loss_in_chunks is not None:
+        model.loss_in_chunks = torch.compile(model.loss_in_chunks)

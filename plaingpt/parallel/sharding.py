@@ -75,7 +75,7 @@ def gathered(model, context):
         full_params[p] = nn.Parameter(full, p.requires_grad)
     with parameters_on_meta():
         gpt = GPT(model.config)
-    gpt.loss_function = model.loss_function
+    gpt.loss_in_chunks = model.loss_in_chunks
     state = {name: full_params[p]
              for name, p in model.named_parameters(remove_duplicate=False)}  # tied ones twice
     gpt.load_state_dict(state, strict=False, assign=True)

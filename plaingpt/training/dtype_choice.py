@@ -10,7 +10,7 @@ import torch
 from model import GPT, GPTConfig
 from plaingpt.system.devices import autocast, choose_dtype, cpu_has_bfloat16
 from plaingpt.system.distributed import all_gather, launched_world
-from plaingpt.training.attention import use_cpu_attention
+from plaingpt.training.attention import use_fast_attention
 
 PASS_FLOPS = 4e9  # of a forward and backward pass: 30 to 60 ms of a core
 MEASURE_S = 0.3  # seconds to measure for
@@ -86,7 +86,7 @@ def block_seconds(gpt_config, batch_size, dtypes, stop_early=False):
     torch.set_num_threads(1)
     with torch.random.fork_rng([]):  # keeps the run's random state unchanged
         model = GPT(gpt_config)
-        use_cpu_attention(model)
+        use_fast_attention(model)
         idx = torch.zeros(sequences, length, dtype=torch.long)
         deadline = time.perf_counter() + MEASURE_S
         while True:

@@ -28,8 +28,8 @@ from plaingpt.system.distributed import all_gather, gloo_group, launched_world, 
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB, command_for, gib
 from plaingpt.training import attention
-from plaingpt.training.attention import use_cpu_attention
-from plaingpt.training.loss import CHUNK_SIZES, chunk_size, chunked_cross_entropy
+from plaingpt.training.attention import use_fast_attention
+from plaingpt.training.loss import CHUNK_SIZES, chunk_size, loss_in_chunks
 from plaingpt.training.optimizers import build_optimizer
 
 CUDA_OVERHEAD = GIB  # an allowance for CUDA's context and fragmentation, not a measurement
@@ -49,7 +49,7 @@ def no_op(phase):
     pass
 
 
-def one_step(gpt_config, config, dtype, device, *, accumulating, chunk='auto', sharded=False,
+def one_step(gpt_config, config, dtype, device, *, accumulating, chunk=None, sharded=False,
              tracker=None, begin=no_op):
     """Run the last micro-batch of a step, and the update, of a new GPT as in training.
 
@@ -59,8 +59,8 @@ def one_step(gpt_config, config, dtype, device, *, accumulating, chunk='auto', s
     tracker: a MemTracker; begin: called with the name of each phase when it begins"""
     with device:
         gpt = GPT(gpt_config)
-    gpt.loss_function = partial(chunked_cross_entropy, chunk=chunk)
-    use_cpu_attention(gpt)
+    gpt.loss_in_chunks = partial(loss_in_chunks, chunk=chunk)
+    use_fast_attention(gpt)
     apply_activation_checkpointing(gpt, config.activation_checkpointing)
     if sharded:
         for module in gpt.transformer.h.modules():
@@ -204,7 +204,7 @@ def predict(gpt_config, config, dtype, device_type):
     world_size = config.world_size()
     sharded = config.parallel == 'fsdp'
     accumulating = config.accumulation() > world_size
-    chunk = chunk_size('auto', config.batch_size * gpt_config.block_size, gpt_config.vocab_size,
+    chunk = chunk_size(config.batch_size * gpt_config.block_size, gpt_config.vocab_size,
                        device_type)
     # Memory is linear in each dimension, except that logits stop growing with the batch once they
     # fill a chunk of the loss.

@@ -46,9 +46,19 @@ def parameter_groups(model, config):
         group = groups[parameter_kind(name, p)]
         group['params'].append(p)
         if 'matrix_rows' in group:
-            layer = model.get_submodule(name.rpartition('.')[0])
-            group['matrix_rows'].append(tuple(getattr(layer, 'split_sizes', [len(p)])))
+            group['matrix_rows'].append(stacked_rows(name, p, model.config))
     return {kind: group for kind, group in groups.items() if group['params']}
+
+
+def stacked_rows(name, p, gpt_config):
+    """The number of rows of each matrix that a weight stacks."""
+    if name.endswith('.attn.c_attn.weight'):
+        rows = gpt_config.qkv_sizes
+    elif name.endswith('.mlp.c_fc.weight') and gpt_config.mlp == 'swiglu':
+        rows = 2 * (gpt_config.mlp_width,)
+    else:
+        rows = (len(p),)
+    return rows if sum(rows) == len(p) else (len(p),)  # of another layer under that name
 
 
 def parameter_kind(name, p):

@@ -76,7 +76,7 @@ def sliding_window(patch):
 
 
 def loss_of_forward(patch):
-    patch(train, 'chunked_cross_entropy', lambda _: None)
+    patch(train, 'loss_in_chunks', lambda _: None)
 
 
 PLAIN_MLP = model.MLP

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from plaingpt.training.attention import MAX_LENGTH, cpu_attention
+from plaingpt.training.attention import MAX_LENGTH, fast_attention
 
 
 def heads(T, dtype=torch.bfloat16, **how):
@@ -22,7 +22,7 @@ def test_attention_matches_float32_within_rounding(T):
     inputs = heads(T)
     exact = with_gradients(F.scaled_dot_product_attention,
                            [x.detach().float().requires_grad_() for x in inputs])
-    for computed, expected in zip(with_gradients(cpu_attention, inputs), exact, strict=True):
+    for computed, expected in zip(with_gradients(fast_attention, inputs), exact, strict=True):
         assert computed.dtype == torch.bfloat16
         assert (computed - expected).norm() <= 0.01 * expected.norm() + 1e-6
 
@@ -36,5 +36,5 @@ def test_attention_matches_float32_within_rounding(T):
     (heads(8), {'is_causal': True, 'scale': 0.5})],
     ids=['float32', 'long', 'no gradient', 'not causal', 'a mask', 'a scale'])
 def test_everything_else_is_computed_by_torch(inputs, how):
-    torch.testing.assert_close(cpu_attention(*inputs, **how),
+    torch.testing.assert_close(fast_attention(*inputs, **how),
                                F.scaled_dot_product_attention(*inputs, **how), rtol=0, atol=0)

@@ -55,7 +55,7 @@ def test_a_film_has_the_attention_of_the_model(filmed):
         seen.append((q @ k.mT)[0] / q.size(3)**0.5)  # (H, T, T)
         return F.scaled_dot_product_attention(q, k, v, **how)
 
-    model.transformer.h[1].attn.attention = attention
+    model.transformer.h[1].attn.sdpa = attention
     model(idx)
     future = torch.ones(16, 16).triu(1).bool()
     expected = seen[0].masked_fill(future, -torch.inf).softmax(dim=-1)

@@ -39,7 +39,7 @@ def settings(shape, batch_size=8, micro_steps=1, processes=1, **config):
 
 def traced(shape, config, dtype='bfloat16', device='cpu'):
     """{phase: {owner: bytes}} of the step at its full size."""
-    chunk = memory.chunk_size('auto', config.batch_size * shape.block_size, shape.vocab_size,
+    chunk = memory.chunk_size(config.batch_size * shape.block_size, shape.vocab_size,
                               device)  # as on that device, whatever is here
     alike = replace(config, parallel='auto', processes=1)
     return memory.trace(shape, alike, dtype, device, chunk=chunk,

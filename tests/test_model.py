@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -152,17 +153,18 @@ def test_activations_computed_again_change_nothing(mode, dtype):
 def saved_bytes(model, idx):
     """Bytes that autograd keeps for the backward pass, parameters aside."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved = {}
+    saved = []
 
     def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            saved[storage.data_ptr()] = storage
+        saved.append(weakref.ref(tensor))  # a chunk's are freed with its graph
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(idx, idx)
-    return sum(storage.nbytes() for storage in saved.values())
+        loss = model(idx, idx)[1]
+    kept = [tensor().untyped_storage() for tensor in saved if tensor() is not None]
+    del loss
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in kept}
+    return sum(size for start, size in sizes.items() if start not in parameters)
 
 
 def test_the_loss_in_chunks_keeps_no_logits():

@@ -42,7 +42,6 @@ from plaingpt.system import devices
 from plaingpt.system.distributed import launched_world
 from plaingpt.system.errors import UserError, run_script, warn
 from plaingpt.system.files import make_writable
-from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.start import StartingPoint, resolve_minutes
 
@@ -93,7 +92,7 @@ def measure_step(config, start, device):
     torch.manual_seed(config.seed)
     compile, _ = devices.choose_compile(config.compile, device)
     gpt_config, _, _ = planned_gpt_config(config, start)
-    dtype, _ = choose_training_dtype(config, gpt_config, device)
+    dtype, _ = devices.choose_dtype(config.dtype, device, gpt_config.n_embd, training=True)
     return measure_speed(config, gpt_config, device, dtype, compile)
 
 

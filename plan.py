@@ -21,7 +21,6 @@ from plaingpt.system.errors import run_script
 from plaingpt.system.formatting import GIB, count_of, duration, gib, short
 from plaingpt.training import memory
 from plaingpt.training.checkpoint import KEEP_NEWEST
-from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.start import StartingPoint
 
@@ -62,7 +61,7 @@ def find_machine(config, gpt_config):
         dtype = 'bfloat16' if config.dtype == 'auto' else config.dtype
         return torch.device('cuda'), dtype, int(config.gpu_memory_gb * GIB)
     device, _ = devices.choose_device(config.device)
-    dtype, _ = choose_training_dtype(config, gpt_config, device)
+    dtype, _ = devices.choose_dtype(config.dtype, device, gpt_config.n_embd, training=True)
     return device, dtype, devices.device_memory(device, config.processes)
 
 

@@ -41,7 +41,6 @@ from plaingpt.system.files import lock_output_dir
 from plaingpt.system.formatting import command_for, quoted
 from plaingpt.training.attention import use_fast_attention
 from plaingpt.training.checkpoint import KEEP_NEWEST, Saver
-from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.evaluation import check_tasks, mean_loss, mixture_stderr
 from plaingpt.training.loss import loss_in_chunks
 from plaingpt.training.memory import fit_to_memory
@@ -118,7 +117,7 @@ def setup(config, start, world, device, device_why):
     gpt_config = resolve_gpt_config(config, dataset, start)
 
     # Precision and torch.compile; then, if auto, DDP or FSDP and batch_size from the free memory.
-    dtype, dtype_why = choose_training_dtype(config, gpt_config, device, start.checkpoint, group)
+    dtype, dtype_why = devices.choose_dtype(config.dtype, device, gpt_config.n_embd, training=True)
     compile, compile_why = devices.choose_compile(config.compile, device)
     print0(f'device {device} ({device_why}) | dtype {dtype} ({dtype_why}) | '
            f'compile {compile} ({compile_why}) | processes {world.size}')

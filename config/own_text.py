@@ -7,7 +7,7 @@ import math
 import torch
 
 from plaingpt.data.dataset import has_token_files, open_dataset_spec
-from plaingpt.training.dtype_choice import core_speed
+from plaingpt.training.core_speed import core_speed
 from plaingpt.training.start import is_resumed
 
 out_dir = 'out-own-text'

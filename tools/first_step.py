@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 STARTED_AT = psutil.Process().create_time()  # of this process
 # functions that train.py calls
-PHASES = ('choose_device', 'open_data', 'choose_training_dtype', 'fit_to_memory', 'open_batches',
+PHASES = ('choose_device', 'open_data', 'choose_dtype', 'fit_to_memory', 'open_batches',
           'GPT', 'build_optimizer', 'setup', 'preflight', 'Monitor', 'evaluate', 'save')
 
 

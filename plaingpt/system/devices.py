@@ -58,11 +58,8 @@ def cpu_has_bfloat16():
     return any(capabilities.get(name) for name in ('avx512_bf16', 'amx_bf16', 'bf16'))
 
 
-def choose_dtype(requested, device, n_embd):
-    """'auto' or a name in `DTYPES` → (name, reason): the autocast dtype.
-
-    Training measures instead if it can (choose_training_dtype). Sampling takes about as long as a
-    measurement would, and an evaluation must not depend on one."""
+def choose_dtype(requested, device, n_embd, training=False):
+    """'auto' or a name in `DTYPES` → (name, reason): the autocast dtype."""
     if requested == 'bfloat16' and device.type == 'cpu' and not cpu_has_bfloat16():
         return requested, 'as requested, but not in hardware on this CPU: float32 is much faster'
     if requested != 'auto':
@@ -72,8 +69,8 @@ def choose_dtype(requested, device, n_embd):
             return 'bfloat16', 'in hardware'
         return 'float16', 'no bfloat16 in hardware; with loss scaling'
     if device.type == 'cpu' and cpu_has_bfloat16():
-        # Below this width casting costs about as much as faster matmuls save.
-        if n_embd >= 192:
+        # In a narrower model, casting costs about as much as faster matmuls save.
+        if n_embd >= (64 if training else 192):
             return 'bfloat16', 'in hardware'
         return 'float32', 'model too narrow to benefit from bfloat16'
     if device.type == 'cpu':

@@ -41,6 +41,8 @@ def test_a_cpu_uses_bfloat16_for_wide_models_if_it_has_it_in_hardware():
     wide = 'bfloat16' if cpu_has_bfloat16() else 'float32'
     assert choose_dtype('auto', CPU, n_embd=384)[0] == wide
     assert choose_dtype('auto', CPU, n_embd=128)[0] == 'float32'
+    assert choose_dtype('auto', CPU, n_embd=128, training=True)[0] == wide
+    assert choose_dtype('auto', CPU, n_embd=32, training=True)[0] == 'float32'
 
 
 def test_a_gpu_without_bfloat16_uses_float16(gpu):

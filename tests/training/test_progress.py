@@ -11,7 +11,7 @@ import train
 from configurator import load_config
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import dtype_choice, progress
+from plaingpt.training import core_speed, progress
 from plaingpt.training import start as start_module
 from plaingpt.training.progress import MinuteClock, make_clock
 from plaingpt.training.settings import TrainConfig
@@ -141,7 +141,7 @@ def test_too_few_minutes_are_refused_before_the_first_step(
 
 
 def test_a_recipe_for_own_text_is_larger_with_more_time_or_text(char_data, monkeypatch):
-    monkeypatch.setattr(dtype_choice, 'core_speed', lambda dtype: 2.5e11)
+    monkeypatch.setattr(core_speed, 'core_speed', lambda dtype: 2.5e11)
 
     def chosen(dataset, minutes):
         config = load_config(TrainConfig, [
@@ -155,7 +155,7 @@ def test_a_recipe_for_own_text_is_larger_with_more_time_or_text(char_data, monke
 
 
 def test_weights_decay_twice_as_fast_in_a_large_model_for_own_text(monkeypatch):
-    monkeypatch.setattr(dtype_choice, 'core_speed', lambda dtype: 2.5e11)
+    monkeypatch.setattr(core_speed, 'core_speed', lambda dtype: 2.5e11)
     small, large = (load_config(TrainConfig, ['config/own_text.py', '--dataset=not_prepared',
                                               f'--minutes={minutes}']) for minutes in (0.1, 60))
     assert large.weight_decay == 2 * small.weight_decay

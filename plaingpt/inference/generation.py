@@ -174,7 +174,7 @@ class KVCache:
 
     advance(T) sets, for the T tokens that follow:
         columns    (T,) their columns
-        positions  index into the position embeddings: a slice, or a tensor (T,) or (B, T)
+        positions  (T,) or (B, T): their positions in the text
         mask       True where they attend: (T, columns so far) or (B, 1, T, columns so far);
                    None: everywhere
     """
@@ -213,7 +213,7 @@ class KVCache:
         else:
             self.new = slice(begin, self.end)
             self.filled = slice(self.end)
-        self.positions = self.new
+        self.positions = self.columns  # (T,)
         if self.padding is not None:
             self.positions = (self.columns - self.padding).clamp(min=0)  # (B, T)
         self.mask = None

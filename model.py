@@ -425,11 +425,9 @@ class GPT(nn.Module):
             x = block(x, idx, rotary, documents, layer_cache)  # (B, T, C)
         return self.transformer.ln_f(x)
 
-    def logits(self, x, weight=None):
-        """Hidden states (…, C) → logits (…, V), without the padding of the vocabulary. weight: of
-        the head, in place of lm_head's"""
-        weight = self.lm_head.weight if weight is None else weight
-        return F.linear(x, weight)[..., :self.config.vocab_size]
+    def logits(self, x):
+        """Hidden states (…, C) → logits (…, V), without the padding of the vocabulary."""
+        return self.lm_head(x)[..., :self.config.vocab_size]
 
     def num_parameters(self, without=()):
         """Number of parameters. Tied weights count once, and the padding of the vocabulary does not

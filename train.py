@@ -42,7 +42,7 @@ from plaingpt.system.formatting import command_for, quoted
 from plaingpt.training.attention import use_fast_attention
 from plaingpt.training.checkpoint import KEEP_NEWEST, Saver
 from plaingpt.training.evaluation import check_tasks, mean_loss, mixture_stderr
-from plaingpt.training.loss import loss_in_chunks
+from plaingpt.training.loss import compute_loss_in_chunks
 from plaingpt.training.memory import fit_to_memory
 from plaingpt.training.monitor import Monitor
 from plaingpt.training.optimizers import build_optimizer, ema_weights, resume_ema
@@ -133,12 +133,10 @@ def setup(config, start, world, device, device_why):
         from plaingpt.parallel import sharding
     with sharding.parameters_on_meta() if use_fsdp else nullcontext():
         model = GPT(gpt_config)
-    model.loss_in_chunks = loss_in_chunks  # the model's own loss in less memory
+    compute_loss_in_chunks(model, compile)  # the model's own loss in less memory
     use_fast_attention(model)  # the same attention, faster on a CPU
     apply_activation_checkpointing(model, config.activation_checkpointing)
     compile_by_block = compile and (use_fsdp or compile == 'blocks')
-    if compile:
-        devices.keep_compiled_graphs()  # so the next start compiles faster
     if compile_by_block:
         compile_blocks(model)
     if use_fsdp:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, GPTConfig
-from plaingpt.training.loss import MIN_LOGITS, chunk_size, loss_in_chunks
+from plaingpt.training.loss import MIN_LOGITS, chunk_size, loss_in_chunks, loss_of_chunk
 
 SMALL = GPTConfig(block_size=16, vocab_size=250, n_layer=1, n_head=2, n_embd=16)
 
@@ -24,13 +24,17 @@ def z_loss(self, logits, targets):
     return as_written(self, logits, targets) + 0.1 * squares.sum()
 
 
-def soft_cap(self, x, weight=None):
-    return 2 * torch.tanh(logits_as_written(self, x, weight) / 2)
+def soft_cap(self, x):
+    return 2 * torch.tanh(logits_as_written(self, x) / 2)
+
+
+def scaled(self, x):
+    return logits_as_written(self, x) * 2 * self.transformer.ln_f.weight.mean()  # another parameter
 
 
 as_written, logits_as_written = GPT.loss, GPT.logits
 EDITS = {'none': {}, 'label smoothing': {'loss': label_smoothing}, 'z-loss': {'loss': z_loss},
-         'a cap on the logits': {'logits': soft_cap}}
+         'a cap on the logits': {'logits': soft_cap}, 'a scale': {'logits': scaled}}
 
 
 def make():
@@ -63,9 +67,10 @@ def test_an_edit_of_the_loss_trains_in_chunks_as_without(edit, compiled, monkeyp
         monkeypatch.setattr(GPT, name, method)
     model = make()
     plain = loss_and_gradients(model, model)
-    model.loss_in_chunks = partial(loss_in_chunks, chunk=24)
     torch._dynamo.reset()
-    call = torch.compile(model, backend='aot_eager', fullgraph=True) if compiled else model
+    loss_of = torch.compile(loss_of_chunk, backend='aot_eager') if compiled else loss_of_chunk
+    model.loss_in_chunks = partial(loss_in_chunks, chunk=24, loss_of=loss_of)
+    call = torch.compile(model, backend='aot_eager') if compiled else model
     torch.testing.assert_close(loss_and_gradients(model, call), plain)
     assert edit == 'none' or abs(plain[0] - unedited) > 0.01
 

@@ -15,7 +15,7 @@ from plaingpt.parallel.blocks import apply_activation_checkpointing, compile_blo
 from plaingpt.system.devices import autocast, device_name, mfu, peak_memory_bytes, synchronize
 from plaingpt.system.formatting import gib, short
 from plaingpt.training.attention import use_fast_attention
-from plaingpt.training.loss import loss_in_chunks
+from plaingpt.training.loss import compute_loss_in_chunks
 from plaingpt.training.open_weights import gpt_config_from_weights
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.step import Step
@@ -42,7 +42,7 @@ def planned_gpt_config(config, start):
 def new_step(gpt_config, config, device, dtype, compile=False):
     """→ (Step of one micro-batch for a new GPT on this device, the GPT)"""
     gpt = GPT(gpt_config).to(device)
-    gpt.loss_in_chunks = loss_in_chunks
+    compute_loss_in_chunks(gpt, compile)
     use_fast_attention(gpt)
     apply_activation_checkpointing(gpt, config.activation_checkpointing)
     if compile == 'blocks':

@@ -138,13 +138,6 @@ def eager(compile):
     return torch.compiler.set_stance('force_eager') if compile else nullcontext()
 
 
-def keep_compiled_graphs():
-    """Let torch.compile cache graphs on disk even if they contain an autograd.Function, such as the
-    chunked loss."""
-    from torch._functorch import config
-    config.autograd_cache_allow_custom_autograd_functions = True
-
-
 def autocast(device, dtype):
     """The autocast context of forward passes: matmuls in `dtype`, the rest in float32."""
     if dtype == 'float32':

@@ -1,20 +1,25 @@
-"""The model's own loss with less memory: `model.loss_in_chunks = loss_in_chunks`."""
+"""GPT.loss without all logits in memory at once: `compute_loss_in_chunks(model)`."""
+
+from functools import partial
 
 import torch
-from torch.compiler import is_compiling
-from torch.func import grad_and_value
 
 MIN_LOGITS = 2**23  # fewer logits are computed at once: they take 32 MiB in float32
-CPU_CHUNK = 256  # tokens
+CPU_CHUNK = 512  # tokens: their logits should stay in the cache
 CHUNK_SIZES = 2048, 4096, 8192  # tokens, on other devices
+
+
+def compute_loss_in_chunks(model, compile=False):
+    """Make GPT.forward compute its loss with loss_in_chunks; compile: with torch.compile."""
+    loss_of = torch.compile(loss_of_chunk) if compile else loss_of_chunk
+    model.loss_in_chunks = partial(loss_in_chunks, loss_of=loss_of)
 
 
 def chunk_size(tokens, vocab_size, device_type):
     """The number of tokens whose logits are in memory at once.
 
     On a GPU, it is one of CHUNK_SIZES, at most half of the tokens: each chunk reads the head's
-    weight and accumulates its gradient, which takes as long as about 500 tokens. On a CPU, it is
-    small, so that the logits stay in the cache."""
+    weight and accumulates its gradient, which takes as long as about 500 tokens."""
     if tokens * vocab_size <= MIN_LOGITS:
         return tokens
     if device_type == 'cpu':
@@ -22,79 +27,52 @@ def chunk_size(tokens, vocab_size, device_type):
     return max(size for size in CHUNK_SIZES if 2 * size <= tokens or size == CHUNK_SIZES[0])
 
 
-def loss_in_chunks(model, x, targets, chunk=None):
-    """model.loss(model.logits(x), targets), without all logits in memory at once. The forward pass
-    computes logits, loss and gradients of one chunk of tokens at a time, so nothing is recomputed.
+def loss_of_chunk(model, x, targets):
+    """x (n, C), targets (n,) → the sum of the losses of n tokens."""
+    return model.loss(model.logits(x), targets)
 
-    x (…, C); targets (…); chunk: tokens at a time, or None for chunk_size(). model.loss must be a
-    sum over the tokens. Matmuls run in autocast's dtype."""
+
+@torch.compiler.disable  # torch.autograd.grad is not traced; loss_of is compiled
+def loss_in_chunks(model, x, targets, chunk=None, loss_of=loss_of_chunk):
+    """model.loss(model.logits(x), targets), computed for one chunk of tokens at a time. The forward
+    pass computes logits, loss and gradients of a chunk, so nothing is recomputed.
+
+    x (B, T, C); targets (B, T); chunk: number of tokens, or None for chunk_size()"""
     x, targets = x.flatten(0, -2), targets.flatten()  # (N, C), (N,)
-    weight = model.lm_head.weight
     chunk = chunk or chunk_size(len(x), model.config.vocab_size, x.device.type)
-    if chunk >= len(x):
-        return model.loss(model.logits(x), targets)
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-    def loss_of(x_i, w, targets_i):
-        return model.loss(model.logits(x_i, w), targets_i)
-
-    if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
-        w = weight.to(dtype)
-        losses = [loss_of(x_i.to(dtype), w, targets_i)
-                  for x_i, targets_i in zip(x.split(chunk), targets.split(chunk), strict=True)]
-        return torch.stack(losses).sum()
-    return LossInChunks.apply(loss_of, chunk, dtype, targets, x, weight)
+    if torch.is_grad_enabled() and chunk < len(x):
+        parameters = [p for name, p in model.named_parameters()
+                      if p.requires_grad and not name.startswith('transformer.h.')]
+        return LossInChunks.apply(partial(loss_of, model), chunk, targets, x, *parameters)
+    losses = [loss_of(model, x_i, targets_i)
+              for x_i, targets_i in zip(x.split(chunk), targets.split(chunk), strict=True)]
+    return torch.stack(losses).sum()
 
 
 class LossInChunks(torch.autograd.Function):
-    """Σ loss_of(x_i, weight, targets_i) over chunks. Backward multiplies gradients that forward has
-    computed."""
+    """Σ loss_of(x_i, targets_i) over chunks. The backward pass scales gradients with respect to x
+    and the parameters, which the forward pass has computed."""
 
     @staticmethod
-    def forward(ctx, loss_of, chunk, dtype, targets, x, weight):
-        w = weight.to(dtype)
+    def forward(ctx, loss_of, chunk, targets, x, *parameters):
         loss = torch.zeros((), device=x.device)
-        grad_x = torch.empty_like(x, dtype=dtype)
-        grad_w = torch.zeros_like(weight)
-        computed = []  # results of the previous chunk
+        grad_x = torch.empty_like(x)
+        gradients = [None] * len(parameters)  # None: the loss does not depend on it
         for i in range(0, len(x), chunk):
-            x_i = x[i:i + chunk].to(dtype)  # (n, C)
-            if computed and is_compiling():
-                x_i = depend_on(x_i, computed)
-            (grad_x_i, grad_w_i), loss_i = gradients_and_loss(
-                loss_of, x_i, w, targets[i:i + chunk])
-            loss += loss_i
-            grad_x[i:i + chunk] = grad_x_i
-            grad_w += grad_w_i
-            computed = [loss, grad_x_i, grad_w]
-        ctx.save_for_backward(grad_x, grad_w)
+            with torch.enable_grad():
+                x_i = x[i:i + chunk].detach().requires_grad_()  # (n, C)
+                loss_i = loss_of(x_i, targets[i:i + chunk])
+                grad_x[i:i + chunk], *grads = torch.autograd.grad(
+                    loss_i, (x_i, *parameters), allow_unused=True)
+            loss += loss_i.detach()
+            for k, grad in enumerate(grads):
+                if grad is not None:
+                    gradients[k] = grad if i == 0 else gradients[k].add_(grad)
+        ctx.save_for_backward(grad_x, *gradients)
         return loss
 
     @staticmethod
     def backward(ctx, grad_loss):
-        grad_x, grad_w = ctx.saved_tensors
         grad_loss = grad_loss.view(1)  # a scalar would make float32 × bfloat16 bfloat16
-        return None, None, None, None, grad_x * grad_loss, grad_w * grad_loss
-
-
-def gradients_and_loss(loss_of, x, weight, targets):
-    """→ ((gradient of x, gradient of the weight), loss)"""
-    if is_compiling():  # torch.compile does not trace torch.autograd.grad, which is a bit faster
-        return grad_and_value(loss_of, argnums=(0, 1))(x, weight, targets)
-    with torch.enable_grad():
-        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-        loss = loss_of(x, weight, targets)
-        return torch.autograd.grad(loss, (x, weight)), loss.detach()
-
-
-@torch.library.custom_op('plaingpt::depend_on', mutates_args=())
-def depend_on(x: torch.Tensor, computed: list[torch.Tensor]) -> torch.Tensor:
-    """Identity with a fake dependency on `computed`, which keeps the chunks in order. Without it,
-    torch.compile may compute the logits of all chunks before the gradients of the first."""
-    return x.clone()
-
-
-@depend_on.register_fake
-def _(x, computed):
-    return torch.empty_like(x)
+        gradients = [None if grad is None else grad * grad_loss for grad in ctx.saved_tensors]
+        return None, None, None, *gradients

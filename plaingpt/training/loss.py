@@ -32,15 +32,22 @@ def loss_of_chunk(model, x, targets):
     return model.loss(model.logits(x), targets)
 
 
-@torch.compiler.disable  # torch.autograd.grad is not traced; loss_of is compiled
 def loss_in_chunks(model, x, targets, chunk=None, loss_of=loss_of_chunk):
     """model.loss(model.logits(x), targets), computed for one chunk of tokens at a time. The forward
     pass computes logits, loss and gradients of a chunk, so nothing is recomputed.
 
-    x (B, T, C); targets (B, T); chunk: number of tokens, or None for chunk_size()"""
+    x (B, T, C); targets (B, T); chunk: number of tokens, or None for chunk_size()
+    loss_of: loss_of_chunk, perhaps compiled"""
     x, targets = x.flatten(0, -2), targets.flatten()  # (N, C), (N,)
     chunk = chunk or chunk_size(len(x), model.config.vocab_size, x.device.type)
-    if torch.is_grad_enabled() and chunk < len(x):
+    if chunk >= len(x):
+        return loss_of(model, x, targets)
+    return sum_of_chunks(model, x, targets, chunk, loss_of)
+
+
+@torch.compiler.disable  # it cannot trace torch.autograd.grad
+def sum_of_chunks(model, x, targets, chunk, loss_of):
+    if torch.is_grad_enabled():
         parameters = [p for name, p in model.named_parameters()
                       if p.requires_grad and not name.startswith('transformer.h.')]
         return LossInChunks.apply(partial(loss_of, model), chunk, targets, x, *parameters)

@@ -137,10 +137,10 @@ def loss_of(counts, when=lambda gpt: True, rows=None):
 
 
 def loss_of_the_first_chunk(apply):
-    def loss_of(x, weight, vocab_size, targets, chunk, training):
+    def changed(loss_of, chunk, targets, *others):
         counted = targets.where(torch.arange(len(targets)) < chunk, -1)
-        return apply(x, weight, vocab_size, counted, chunk, training)
-    return loss_of
+        return apply(loss_of, chunk, counted, *others)
+    return changed
 
 
 not_shifted = other_batches(lambda idx, targets: (idx, idx.clone()))
@@ -198,8 +198,9 @@ SPOILED = {
             model.GPT, 'forward', lambda forward: lambda self, idx, targets=None: forward(
                 self, idx, targets if targets is None else F.pad(targets[:, 1:], (0, 1), value=-1)
             )), {}),
-        ('logits are scaled in sampling alone', replaced(
-            model.GPT, 'logits', lambda logits: lambda self, x: logits(self, x) * 0.25), {}),
+        ('logits are scaled in the loss alone', replaced(
+            model.GPT, 'loss', lambda loss: lambda self, logits, targets: loss(
+                self, logits * 4, targets)), {}),
         ('an evaluation is in train mode', replaced(
             model.GPT, 'eval', lambda _: lambda self: self), {'dropout': 0.2}),
         ('eval mode is kept', replaced(
@@ -235,7 +236,7 @@ SPOILED = {
             lambda T: torch.arange(T) > 0, lambda gpt: not gpt.training), {}),
         ('the first sequence', loss_of(lambda T: slice(None), lambda gpt: True, rows=1), {}),
         ('all but the first chunk are dropped', replaced(
-            loss.ChunkedCrossEntropy, 'apply', loss_of_the_first_chunk), {})],
+            loss.LossInChunks, 'apply', loss_of_the_first_chunk), {})],
     'batches_match_the_files': [
         ('targets are not shifted', not_shifted, {}),
         ('tokens are left out', other_batches(

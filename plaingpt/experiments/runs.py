@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from configurator import find_recipe, load_config
 from plaingpt.data.dataset import has_token_files, open_dataset_spec
-from plaingpt.monitoring.references import STUDENT_T
+from plaingpt.monitoring.references import p_value, t_quantile
 from plaingpt.monitoring.run_record import column, read_rows, read_run
 from plaingpt.system.devices import choose_device, machine_name
 from plaingpt.system.errors import UserError, print_line, warn
@@ -224,13 +224,15 @@ def train_all(variants, folder, trees=None):
 def compare(runs):
     """Runs → a dict per variant. loss, loss_error: mean over seeds and its standard error; change,
     change_error: the same for the differences from the first variant, paired by seed; half_width:
-    of the 95% interval of the change; significant: whether that excludes zero; step_ms: the median.
-    None stands for unknown, and `problem` says why."""
+    of the 95% interval of this change alone; p_value: of a paired t-test; significant: whether that
+    is so after Holm's correction for all variants; step_ms: the median. None stands for unknown,
+    and `problem` says why."""
     groups = {}
     for run in runs:
         groups.setdefault(run['variant'], []).append(run)
     base_losses = [run['final_loss'] for run in next(iter(groups.values()))]
-    keys = ('loss', 'loss_error', 'change', 'change_error', 'half_width', 'significant', 'step_ms')
+    keys = ('loss', 'loss_error', 'change', 'change_error', 'half_width', 'p_value', 'significant',
+            'step_ms')
     rows = []
     for name, group in groups.items():
         row = {'variant': name, **dict.fromkeys(keys), 'problem': ''}
@@ -246,10 +248,23 @@ def compare(runs):
             differences = [a - b for a, b in zip(losses, base_losses, strict=True)]
             row['change'], row['change_error'] = mean_and_error(differences)
             if len(losses) > 1:
-                row['half_width'] = STUDENT_T[min(len(losses), 31) - 2] * row['change_error']
-                row['significant'] = abs(row['change']) > row['half_width']
+                row['half_width'] = t_quantile(len(losses) - 1) * row['change_error']
+                row['p_value'] = p_value(row['change'], row['change_error'], len(losses) - 1)
         rows.append(row)
+    correct_for_comparisons(rows)
     return rows
+
+
+def correct_for_comparisons(rows):
+    """Set `significant` of the rows with a p-value, so that among variants that all equal the first
+    one, any is significant in at most 5% of comparisons (Holm 1979): the smallest of n p-values
+    must be below 0.05 / n, the next one below 0.05 / (n - 1), and so on."""
+    tested = sorted((row for row in rows if row['p_value'] is not None),
+                    key=lambda row: row['p_value'])
+    significant = True
+    for i, row in enumerate(tested):
+        significant = significant and row['p_value'] < 0.05 / (len(tested) - i)
+        row['significant'] = significant
 
 
 def mean_and_error(values):
@@ -261,7 +276,10 @@ def mean_and_error(values):
 def format_comparison(rows):
     """→ a Markdown table with a line per variant, and what it means"""
     note = 'change: mean difference from the first line, paired by seed, ± its standard error\n' \
-           'significant (95%): the 95% interval of the change (Student\'s t) excludes zero'
+           'significant (95%): paired t-test, p < 0.05'
+    comparisons = sum(row['p_value'] is not None for row in rows)
+    if comparisons > 1:
+        note += f' after Holm\'s correction for {comparisons} comparisons'
     header = ['', 'final validation loss', 'change', 'significant (95%)', 'ms per step']
     significance = {None: '–', True: 'yes', False: 'no'}
     table = []

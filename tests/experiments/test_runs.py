@@ -1,5 +1,6 @@
 import csv
 import json
+import random
 import shutil
 import sys
 from itertools import pairwise
@@ -20,6 +21,7 @@ from plaingpt.experiments.runs import (
     sweep_variants,
     train_once,
 )
+from plaingpt.monitoring.references import p_value, t_quantile
 from plaingpt.system.errors import UserError
 from plaingpt.training.settings import TrainConfig
 
@@ -284,3 +286,38 @@ def test_a_variant_is_compared_with_the_first_at_the_same_seeds():
     assert other['significant'] is False
     assert lower['significant'] is True  # -0.1, -0.09, -0.1
     assert '-0.5000 ± 0.2887' in format_comparison(rows)
+
+
+def test_p_values_are_those_of_the_table():
+    # two-sided 5%, 1% and 0.1% points of Student's t: Fisher and Yates 1963, table III
+    for df, points in {1: (12.706, 63.657, 636.62), 2: (4.303, 9.925, 31.599),
+                       3: (3.182, 5.841, 12.924), 10: (2.228, 3.169, 4.587),
+                       30: (2.042, 2.750, 3.646)}.items():
+        assert [p_value(-t, 1.0, df) for t in points] == pytest.approx([0.05, 0.01, 1e-3], rel=2e-3)
+        assert t_quantile(df) == pytest.approx(points[0], abs=6e-4)
+    assert [p_value(0.1, 0.0, 2), p_value(0.0, 0.0, 2)] == [0, 1]  # all differences are equal
+
+
+def nine_variants(generator, effect=0.0):
+    losses = {f'{i}': [generator.gauss(3.0, 0.01) for seed in range(3)] for i in range(9)}
+    losses['8'] = [loss + effect for loss in losses['8']]
+    return [row['variant'] for row in compare(runs_of(**losses)) if row['significant']]
+
+
+def test_of_identical_variants_few_comparisons_find_any_significant():
+    generator = random.Random(1)  # 5% of 200, and two standard deviations
+    assert sum(bool(nine_variants(generator)) for _ in range(200)) <= 10 + 6
+
+
+def test_a_large_effect_is_significant_among_many_variants():
+    generator = random.Random(1)
+    assert sum('8' in nine_variants(generator, effect=-0.5) for _ in range(20)) >= 18
+
+
+def test_a_judgement_is_that_of_one_comparison():
+    losses = dict(base=[2.0, 3.0, 2.5], change=[1.9, 2.91, 2.39])  # -0.1, -0.09, -0.11
+    both, *others = compare(runs_of(**losses)), compare(runs_of(**losses, a=[2, 3, 2], b=[1, 4, 2]))
+    assert both[1]['significant'] is True
+    assert abs(both[1]['change']) > both[1]['half_width']
+    assert 'Holm' not in format_comparison(both)
+    assert '3 comparisons' in format_comparison(*others)

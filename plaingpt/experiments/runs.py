@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from configurator import find_recipe, load_config
 from plaingpt.data.dataset import has_token_files, open_dataset_spec
+from plaingpt.inference.pretrained import MODEL_FILES, download_model
 from plaingpt.monitoring.references import p_value, t_quantile
 from plaingpt.monitoring.run_record import column, read_rows, read_run
 from plaingpt.system.devices import choose_device, machine_name
@@ -40,9 +41,10 @@ from plaingpt.system.files import (
     write_json,
 )
 from plaingpt.system.formatting import count_of
-from plaingpt.training.checkpoint import archive_previous_run, checksum
+from plaingpt.training.checkpoint import archive_previous_run, checkpoint_paths, checksum
+from plaingpt.training.open_weights import open_weights
 from plaingpt.training.progress import FINISHED, TIME_UP
-from plaingpt.training.settings import TrainConfig
+from plaingpt.training.settings import INIT_MODES, TrainConfig
 
 LISTS = ROOT / 'config' / 'variants'
 # Settings that change where metrics go, but not the metrics.
@@ -128,14 +130,24 @@ def inputs_of(argv):
     if has_token_files(config.dataset):
         dataset = open_dataset_spec(config.dataset, config.vocab_size)
         data = checksum([dataset.state(), dataset.identity('val')])
-    init_from = Path(config.init_from)
-    weights = [path for path in (init_from, *sorted(init_from.rglob('*')))
-               if path.suffix in ('.safetensors', '.pt', '.pth')]
     return {'settings': settings, 'config files': checksum(map_sha256(config_files)),
-            'code': checksum(map_sha256(code)), 'data': data,
-            'weights': [[str(path), path.stat().st_mtime] for path in weights],
-            'torch': torch.__version__,
-            'device': machine_name(choose_device(config.device)[0]).partition(',')[0]}
+            'code': checksum(map_sha256(code)), 'data': data, 'weights': initial_weights(config),
+            'torch': torch.__version__, 'device': machine_name(choose_device(config.device)[0])}
+
+
+def initial_weights(config):
+    """A checksum of the files that a run starts from, as they are now: those of a checkpoint, of a
+    folder or of the hub's current revision. None for a run from scratch. Raises UserError."""
+    path = Path(config.init_from)
+    if config.init_from in INIT_MODES:
+        return None
+    if (path / 'state.json').exists() or checkpoint_paths(path):
+        return checksum(open_weights(path, config.checkpoint).state)  # has checksums of its files
+    if path.is_file():
+        return sha256_of(path)
+    folder = path if path.is_dir() else download_model(config.init_from)
+    files = sorted(file for pattern in (*MODEL_FILES, 'ckpt.pt') for file in folder.glob(pattern))
+    return checksum([[file.name, sha256_of(file)] for file in files])
 
 
 def map_sha256(paths):

@@ -1,5 +1,6 @@
 import csv
 import json
+import os
 import random
 import shutil
 import sys
@@ -112,11 +113,11 @@ SWEEP = ['--sweep=conv=0,4', '--device=cpu']
 
 
 def test_the_runs_of_a_sweep_have_folders_of_their_own(trainings):
-    words = ['--sweep=init_from=gpt2,a/b', '--seeds=2', '--seed=5', '--device=cpu']
+    words = ['--sweep=dataset=a,data/a', '--seeds=2', '--seed=5', '--device=cpu']
     bench.main(words)
-    folder = 'out-experiments/sweep-init_from'
-    assert folders_of(trainings) == [f'{folder}/init_from={value},seed={seed}'
-                                     for seed in (5, 6) for value in ('gpt2', 'a%2fb')]
+    folder = 'out-experiments/sweep-dataset'
+    assert folders_of(trainings) == [f'{folder}/dataset={value},seed={seed}'
+                                     for seed in (5, 6) for value in ('a', 'data%2fa')]
     bench.main(words)
     assert len(trainings) == 4  # no run is repeated
     assert Path(f'{folder}.csv').exists()
@@ -162,8 +163,7 @@ def repeat(trainings, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     Path('recipe.py').write_text("from numbers_of_mine import max_iters\ndataset = 'bare'\n")
     Path('numbers_of_mine.py').write_text('max_iters = 9\n')
-    Path('weights').mkdir()
-    Path('weights/model.safetensors').write_text('weights')
+    write_weights(Path('weights'))
 
     def repeat(*words):
         before = len(trainings)
@@ -177,6 +177,21 @@ def repeat(trainings, tmp_path, monkeypatch):
 def append(path):
     with open(path, 'a', encoding='utf-8') as f:
         f.write('\n')
+
+
+def write_weights(folder):
+    """Files as those of a GPT-2; nothing loads the weights."""
+    folder.mkdir(exist_ok=True)
+    (folder / 'config.json').write_text('{"model_type": "gpt2", "n_positions": 1024}')
+    (folder / 'tokenizer.json').write_text('{}')
+    (folder / 'model.safetensors').write_text('weights')
+
+
+def replace(path, text):
+    """Write another text to a file, which keeps its time."""
+    status = os.stat(path)
+    Path(path).write_text(text)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def change_a_token(path):
@@ -199,7 +214,10 @@ def test_a_run_of_the_same_ingredients_is_not_repeated(words, repeat):
     lambda: append('recipe.py'),
     lambda: Path('numbers_of_mine.py').write_text('max_iters = 8888\n'),
     lambda: append('code/model.py'), lambda: append('code/plaingpt/weights.py'),
-    lambda: Path('weights/model.safetensors').write_text('others'),
+    lambda: replace('weights/model.safetensors', 'wejghts'),
+    lambda: replace('weights/config.json', '{"model_type": "gpt2", "n_positions": 2048}'),
+    lambda: replace('weights/tokenizer.json', '[]'),
+    lambda: Path('weights/generation_config.json').write_text('{}'),
     lambda: change_a_token('data/bare/train.bin'), lambda: change_a_token('data/bare/val.bin'),
     lambda: change_ingredient('torch'), lambda: change_ingredient('device'),
     lambda: Path('run/metrics.jsonl').write_text('[]\n'),
@@ -209,6 +227,34 @@ def test_a_run_of_other_ingredients_is_trained_again(change, repeat):
     change()
     assert repeat()
     assert not repeat()
+
+
+def test_a_run_from_weights_on_the_hub_is_trained_again_if_they_have_changed(trainings, hub):
+    def repeat():
+        train_once(['--init_from=OWNER/NAME', '--dataset=bare', '--device=cpu'], 'run')
+        return len(trainings)
+    write_weights(hub.model('OWNER/NAME'))
+    assert [repeat(), repeat()] == [1, 1]
+    (hub.model('OWNER/NAME') / 'config.json').write_text('{"model_type": "gpt2", "n_head": 8}')
+    assert [repeat(), repeat()] == [2, 2]
+
+
+def test_a_run_from_a_checkpoint_is_trained_again_if_another_one_is_loaded(trainings, trained):
+    def repeat(*words):
+        train_once(['--init_from=link', '--dataset=bare', '--device=cpu', *words], 'run')
+        return len(trainings)
+    for run in 'long', 'short':
+        shutil.copytree(trained, run)
+    shutil.rmtree('short/checkpoints/iter-00000006')
+    Path('link').symlink_to('long')
+    assert [repeat(), repeat()] == [1, 1]
+    assert [repeat('--checkpoint=3'), repeat('--checkpoint=3')] == [2, 2]
+    Path('link').unlink()
+    Path('link').symlink_to('short')
+    assert repeat('--checkpoint=3') == 2  # the same weights
+    assert [repeat(), repeat()] == [3, 3]
+    shutil.move('long/checkpoints/iter-00000006', 'short/checkpoints')
+    assert repeat() == 4
 
 
 def test_results_have_the_date_of_their_run(trainings, capsys):

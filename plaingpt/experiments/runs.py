@@ -49,6 +49,16 @@ from plaingpt.training.settings import INIT_MODES, TrainConfig
 LISTS = ROOT / 'config' / 'variants'
 # Settings that change where metrics go, but not the metrics.
 OUTPUTS = {'out_dir', 'log_to', 'wandb_log', 'wandb_project', 'wandb_run_name'}
+NOT_RECORDED = {'film': False, 'report': False}  # settings of compared runs
+
+
+class RunFailed(UserError):
+    """A run of a variant did not train."""
+
+    def __init__(self, variant, seed, problem):
+        super().__init__(f'{variant}, seed {seed}: {problem}')
+        self.variant = variant
+
 
 # -----------------------------------------------------------------------------
 # lists of variants
@@ -198,11 +208,12 @@ def summarize(folder):
 def train_all(variants, folder, trees=None):
     """Train {variant: {seed: arguments of train.py}} in subfolders of `folder` → [a dict per run].
     All variants of a seed are trained before the next seed, so that a drift in the machine's speed
-    affects them equally. A failed run has None for its results. Raises UserError if the first run
+    affects them equally. A failed run has None for its results. Raises RunFailed if the first run
     fails.
 
-    trees: {variant: the folder of its code} for the judge. Then any failure raises, and the order
-        of the variants alternates, so that neither always runs second."""
+    trees: {variant: the folder of its code} for the judge. Then any failure and any loss that is
+        not finite raises, and the order of the variants alternates, so that neither always runs
+        second."""
     order = []
     for i, seed in enumerate(next(iter(variants.values()))):
         names = reversed(variants) if trees and i % 2 else variants
@@ -216,9 +227,11 @@ def train_all(variants, folder, trees=None):
                'problem': ''}
         try:
             run |= train_once(argv, run['folder'], (trees or {}).get(name, ROOT))
+            if trees and run['final_loss'] is None:
+                raise UserError('the last validation loss is not finite')
         except UserError as problem:
             if not runs or trees:
-                raise UserError(f'{name}, seed {seed}: {problem}') from None
+                raise RunFailed(name, seed, problem) from None
             warn(f'{name}, seed {seed}: {problem}')
             run |= {**dict.fromkeys(runs[0].keys() - run.keys()), 'problem': str(problem)}
         tqdm.write(f'{name}, seed {seed}: {format_number(".4f", run["final_loss"])}',
@@ -237,14 +250,14 @@ def compare(runs):
     """Runs → a dict per variant. loss, loss_error: mean over seeds and its standard error; change,
     change_error: the same for the differences from the first variant, paired by seed; half_width:
     of the 95% interval of this change alone; p_value: of a paired t-test; significant: whether that
-    is so after Holm's correction for all variants; step_ms: the median. None stands for unknown,
-    and `problem` says why."""
+    is so after Holm's correction for all variants; step_ms, iterations: medians. None stands for
+    unknown, and `problem` says why."""
     groups = {}
     for run in runs:
         groups.setdefault(run['variant'], []).append(run)
     base_losses = [run['final_loss'] for run in next(iter(groups.values()))]
     keys = ('loss', 'loss_error', 'change', 'change_error', 'half_width', 'p_value', 'significant',
-            'step_ms')
+            'step_ms', 'iterations')
     rows = []
     for name, group in groups.items():
         row = {'variant': name, **dict.fromkeys(keys), 'problem': ''}
@@ -255,7 +268,8 @@ def compare(runs):
             row['problem'] = f'seed {failed["seed"]}: {problem}'
         else:
             row['loss'], row['loss_error'] = mean_and_error(losses)
-            row['step_ms'] = statistics.median(run['step_ms'] for run in group)
+            for key in ('step_ms', 'iterations'):
+                row[key] = statistics.median(run[key] for run in group)
         if rows and None not in losses + base_losses:
             differences = [a - b for a, b in zip(losses, base_losses, strict=True)]
             row['change'], row['change_error'] = mean_and_error(differences)
@@ -337,8 +351,15 @@ def save_csv(path, rows):
 
 
 def append_tsv(path, row):
-    """Append the values of a dict to a .tsv file with its keys as the header."""
-    append_text(path, tsv_line(row.values()), header=tsv_line(row))
+    """Append the values of a dict to a .tsv file, each to the column of its key. An earlier version
+    may have written the file without some columns, whose values are left out."""
+    columns = ['']
+    with suppress(FileNotFoundError), open(path, encoding='utf-8') as table:
+        columns = table.readline().rstrip('\n').split('\t')
+    if columns == ['']:
+        columns = list(row)
+    append_text(path, tsv_line(row.get(column, '') for column in columns),
+                header=tsv_line(columns))
 
 
 def tsv_line(cells):
@@ -351,9 +372,13 @@ def tsv_line(cells):
 
 
 EXIT_STATUS = {'BETTER': 0, 'NOT SHOWN': 3, 'WORSE': 4}
-# Settings of a short run of each side before timed runs. It fills the compiler's caches; otherwise
-# the first run would spend its time on that.
+# Options of a short run of each side, before the others. A mistake or a broken change fails there,
+# and it fills the compiler's caches; otherwise a timed run would spend its time on that.
 WARM_UP = ['--minutes=0', '--max_iters=2', '--warmup_iters=0']
+# Settings of judged runs. None changes the loss after a step; all take time.
+JUDGED = {**NOT_RECORDED, 'log_to': '', 'wandb_log': False, 'eval_tasks': '',
+          'always_save_checkpoint': False, 'checkpoint_interval': 'auto', 'clock': 'training'}
+MAX_STEP_RATIO = 1.03  # if one side trained for more steps than the other, the verdict says so
 
 
 def copy_sides(commit, folder):
@@ -394,41 +419,52 @@ def changed_files(trees):
 def in_tree(tree, arg):
     """Replace a config file in an argument by the one in `tree`: each side reads its own."""
     path = Path(arg if os.path.exists(arg) else ROOT / arg).resolve()
-    if arg.endswith('.py') and path.is_relative_to(ROOT):
-        return str(tree / path.relative_to(ROOT))
-    return arg
+    if not arg.endswith('.py') or not path.is_relative_to(ROOT):
+        return arg
+    in_tree = tree / path.relative_to(ROOT)
+    if not in_tree.is_file():
+        raise UserError(f'{arg}: the {tree.name} has no such file: commit it, or use a config file '
+                        'outside of this repository')
+    return str(in_tree)
 
 
-def judge_runs(runs, comparison):
-    """Runs of both sides, and compare(runs) → (verdict, how long the runs took). Raises UserError
-    if they cannot be compared."""
-    datasets = {run['dataset'] for run in runs}
+def judged_options(warm_ups):
+    """The options of judged runs, from a short run of each side. An older base may not know a
+    setting: then neither side gets it. Raises UserError if the sides train on different datasets.
+    """
+    datasets = {run['dataset'] for run in warm_ups}
     if len(datasets) > 1:
-        raise UserError(f'the sides trained on {" and ".join(sorted(datasets))}: losses on '
-                        'different datasets cannot be compared')
-    minutes = {run['minutes'] for run in runs}
-    if len(minutes) > 1:
-        raise UserError(f'the sides trained with minutes={" and ".join(map(str, sorted(minutes)))}:'
-                        ' set --minutes in the command')
-    _, change = comparison
-    if change['change'] is None:
-        raise UserError('the last validation loss of a run is not finite')
+        raise UserError(f'the sides train on {" and ".join(sorted(datasets))}: losses on '
+                        'different datasets cannot be compared; set --dataset in the command')
+    known = set.intersection(*({*read_run(run['folder'])['config']} for run in warm_ups))
+    if 'clock' not in known:
+        warn('one side is too old to count training alone as time: with --minutes, evaluations and '
+             'saves count, too')
+    return [f'--{key}={value}' for key, value in JUDGED.items() if key in known]
+
+
+def judge_runs(comparison, minutes):
+    """From compare(runs of both sides) → (verdict, its explanation). minutes: of each run, or 0"""
+    base, change = comparison
     if not change['significant']:
         verdict = 'NOT SHOWN'
     elif change['change'] < 0:
         verdict = 'BETTER'
     else:
         verdict = 'WORSE'
-    if minutes == {0}:
-        ratio = median_of(runs, 'change', 'seconds') / median_of(runs, 'base', 'seconds')
-        return verdict, f'in {ratio:.2f} times the time'
-    return verdict, f'after the same time: {minutes.pop():g} min, a median of ' \
-                    f'{median_of(runs, "base", "iterations"):,.0f} steps of the base and ' \
-                    f'{median_of(runs, "change", "iterations"):,.0f} of the change'
-
-
-def median_of(runs, side, key):
-    return statistics.median(run[key] for run in runs if run['variant'] == side)
+    explanation = f'{base["iterations"]:,.0f} steps of the base and ' \
+                  f'{change["iterations"]:,.0f} of the change (medians)'
+    if minutes:
+        explanation += f' in {minutes:g} min of training each'
+        remedy = 'leave out --minutes'
+    else:
+        explanation += f', which took {change["step_ms"] / base["step_ms"]:.2f} times as long each'
+        remedy = 'set --max_iters, and --patience=0'
+    ratio = change['iterations'] / base['iterations']
+    if not 1 / MAX_STEP_RATIO < ratio < MAX_STEP_RATIO:
+        explanation += f'\nThe change trained for {ratio:.2f} times as many steps, which is ' \
+                       f'part of the difference: to compare equal steps, {remedy}.'
+    return verdict, explanation
 
 
 def append_result(path, judgment, comparison=None, verdict='FAILED', problem=''):
@@ -436,15 +472,13 @@ def append_result(path, judgment, comparison=None, verdict='FAILED', problem='')
     comparison: from compare, or None if a side failed to train"""
     start_time = judgment['date (UTC)']
     elapsed = datetime.datetime.now(datetime.UTC) - start_time
-    losses = dict.fromkeys(('base loss', 'change loss', 'difference',
-                            '95% interval: difference ±'))
-    if comparison:
-        base, change = comparison
-        losses = {'base loss': base['loss'], 'change loss': change['loss'],
-                  'difference': change['change'],
-                  '95% interval: difference ±': change['half_width']}
+    base, change = comparison or ({}, {})
+    losses = {'base loss': base.get('loss'), 'change loss': change.get('loss'),
+              'difference': change.get('change'),
+              '95% interval: difference ±': change.get('half_width')}
     append_tsv(path, {
         **judgment, 'date (UTC)': f'{start_time:%Y-%m-%dT%H:%M:%SZ}',
         **{f'{name} (nats per token)': '' if loss is None else f'{loss:.5f}'
            for name, loss in losses.items()},
+        'base steps': base.get('iterations', ''), 'change steps': change.get('iterations', ''),
         'verdict': verdict, 'minutes': f'{elapsed.total_seconds() / 60:.1f}', 'problem': problem})

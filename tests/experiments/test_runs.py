@@ -317,7 +317,8 @@ def test_a_run_is_a_training(char_data, tmp_path):
 
 
 def runs_of(**losses):
-    return [{'variant': name, 'seed': seed, 'final_loss': loss, 'step_ms': 10.0}
+    return [{'variant': name, 'seed': seed, 'final_loss': loss, 'step_ms': 10.0,
+             'iterations': 9}
             for name, of_seeds in losses.items() for seed, loss in enumerate(of_seeds)]
 
 

@@ -143,8 +143,8 @@ def judge(config, argv, results):
     `results` → (a row per run, table and verdict, exit status)."""
     start = StartingPoint(verifies=False)
     resolve_minutes(config, start, options_of(TrainConfig, argv))  # raises UserError
-    sides = {'base': {'minutes': config.minutes}, 'change': {'minutes': config.minutes}}
-    args_by_side = variant_args(sides, config, argv)
+    length = {'minutes': config.minutes} if config.minutes else {}
+    args_by_side = variant_args({'base': length, 'change': length}, config, argv)
     start_time = datetime.datetime.now(datetime.UTC)
     with tempfile.TemporaryDirectory(prefix='plaingpt-judge-') as folder:
         trees, commit = copy_sides(config.against, Path(folder))
@@ -156,9 +156,11 @@ def judge(config, argv, results):
                 args_by_seed[seed] = [in_tree(trees[side], arg) for arg in args]
         open_data(config, launched_world())  # prepares a small corpus once for both sides
         try:
-            warm_ups = {side: {config.seed: args_by_seed[config.seed] + WARM_UP}
+            end = [*WARM_UP, '--minutes=0'] if config.minutes else WARM_UP
+            warm_ups = {side: {config.seed: args_by_seed[config.seed] + end}
                         for side, args_by_seed in args_by_side.items()}
-            options = judged_options(runs.train_all(warm_ups, f'{folder}/warm-up', trees))
+            options = judged_options(runs.train_all(warm_ups, f'{folder}/warm-up', trees),
+                                     config.minutes)
             for args_by_seed in args_by_side.values():
                 for args in args_by_seed.values():
                     args += options

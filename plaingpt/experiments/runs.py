@@ -140,8 +140,8 @@ def inputs_of(argv):
     if has_token_files(config.dataset):
         dataset = open_dataset_spec(config.dataset, config.vocab_size)
         data = checksum([dataset.state(), dataset.identity('val')])
-    return {'settings': settings, 'config files': checksum(map_sha256(config_files)),
-            'code': checksum(map_sha256(code)), 'data': data, 'weights': initial_weights(config),
+    return {'settings': settings, 'config files': checksum_of(config_files),
+            'code': checksum_of(code), 'data': data, 'weights': initial_weights(config),
             'torch': torch.__version__, 'device': machine_name(choose_device(config.device)[0])}
 
 
@@ -153,15 +153,14 @@ def initial_weights(config):
         return None
     if (path / 'state.json').exists() or checkpoint_paths(path):
         return checksum(open_weights(path, config.checkpoint).state)  # has checksums of its files
-    if path.is_file():
-        return sha256_of(path)
-    folder = path if path.is_dir() else download_model(config.init_from)
-    files = sorted(file for pattern in (*MODEL_FILES, 'ckpt.pt') for file in folder.glob(pattern))
-    return checksum([[file.name, sha256_of(file)] for file in files])
+    if not path.exists():
+        path = download_model(config.init_from)
+    files = (file for pattern in (*MODEL_FILES, 'ckpt.pt') for file in sorted(path.glob(pattern)))
+    return checksum_of([path] if path.is_file() else files)
 
 
-def map_sha256(paths):
-    return [sha256_of(path) for path in paths]
+def checksum_of(paths):
+    return checksum([sha256_of(path) for path in paths])
 
 
 def has_ended(folder):
@@ -193,7 +192,7 @@ def error_line(stderr):
 
 def summarize(folder):
     """Results of the run in `folder`. step_ms is the median, which excludes compilation and
-    evaluations; final_loss is None if it was not finite; minutes is the setting, or 0."""
+    evaluations; final_loss is None if it was not finite."""
     rows = read_rows(Path(folder, 'metrics.jsonl'))
     run = read_run(folder)
     end = rows[-1]
@@ -201,8 +200,7 @@ def summarize(folder):
     step_s = end['tokens'] / end['iter'] / statistics.median(rates)
     losses = [row['val_loss'] for row in rows if 'val_loss' in row]
     return {'final_loss': losses[-1], 'step_ms': 1e3 * step_s, 'iterations': end['iter'],
-            'seconds': end['elapsed_s'], 'minutes': run['config'].get('minutes', 0),
-            'dtype': run['dtype'], 'dataset': run['config']['dataset']}
+            'seconds': end['elapsed_s'], 'dtype': run['dtype'], 'dataset': run['config']['dataset']}
 
 
 def train_all(variants, folder, trees=None):
@@ -351,15 +349,12 @@ def save_csv(path, rows):
 
 
 def append_tsv(path, row):
-    """Append the values of a dict to a .tsv file, each to the column of its key. An earlier version
-    may have written the file without some columns, whose values are left out."""
-    columns = ['']
-    with suppress(FileNotFoundError), open(path, encoding='utf-8') as table:
-        columns = table.readline().rstrip('\n').split('\t')
-    if columns == ['']:
-        columns = list(row)
-    append_text(path, tsv_line(row.get(column, '') for column in columns),
-                header=tsv_line(columns))
+    """Append the values of a dict to a .tsv file, each in the column of its key. A file that an
+    earlier version began may lack columns; their values are left out."""
+    header = tsv_line(row)
+    with suppress(FileNotFoundError):
+        header = Path(path).read_text('utf-8-sig', 'replace').partition('\n')[0] or header
+    append_text(path, tsv_line(row.get(name, '') for name in header.split('\t')), header=header)
 
 
 def tsv_line(cells):
@@ -374,10 +369,10 @@ def tsv_line(cells):
 EXIT_STATUS = {'BETTER': 0, 'NOT SHOWN': 3, 'WORSE': 4}
 # Options of a short run of each side, before the others. A mistake or a broken change fails there,
 # and it fills the compiler's caches; otherwise a timed run would spend its time on that.
-WARM_UP = ['--minutes=0', '--max_iters=2', '--warmup_iters=0']
-# Settings of judged runs. None changes the loss after a step; all take time.
+WARM_UP = ['--max_iters=2', '--warmup_iters=0']
+# Settings of judged runs. None changes the loss after a step, but what they turn off takes time.
 JUDGED = {**NOT_RECORDED, 'log_to': '', 'wandb_log': False, 'eval_tasks': '',
-          'always_save_checkpoint': False, 'checkpoint_interval': 'auto', 'clock': 'training'}
+          'always_save_checkpoint': False, 'checkpoint_interval': 10**9, 'clock': 'training'}
 MAX_STEP_RATIO = 1.03  # if one side trained for more steps than the other, the verdict says so
 
 
@@ -428,18 +423,19 @@ def in_tree(tree, arg):
     return str(in_tree)
 
 
-def judged_options(warm_ups):
-    """The options of judged runs, from a short run of each side. An older base may not know a
-    setting: then neither side gets it. Raises UserError if the sides train on different datasets.
-    """
+def judged_options(warm_ups, minutes):
+    """The options of judged runs of `minutes` (0: of iterations), from a short run of each side.
+    Neither side gets a setting that an older base does not know. Raises UserError if the sides
+    train on different datasets."""
     datasets = {run['dataset'] for run in warm_ups}
     if len(datasets) > 1:
         raise UserError(f'the sides train on {" and ".join(sorted(datasets))}: losses on '
                         'different datasets cannot be compared; set --dataset in the command')
-    known = set.intersection(*({*read_run(run['folder'])['config']} for run in warm_ups))
-    if 'clock' not in known:
-        warn('one side is too old to count training alone as time: with --minutes, evaluations and '
-             'saves count, too')
+    base, change = (read_run(run['folder'])['config'] for run in warm_ups)
+    known = base.keys() & change.keys()
+    if minutes and 'clock' not in known:
+        warn('the base is from before --clock: the minutes of both sides include setup, '
+             'evaluations and saves')
     return [f'--{key}={value}' for key, value in JUDGED.items() if key in known]
 
 
@@ -455,7 +451,7 @@ def judge_runs(comparison, minutes):
     explanation = f'{base["iterations"]:,.0f} steps of the base and ' \
                   f'{change["iterations"]:,.0f} of the change (medians)'
     if minutes:
-        explanation += f' in {minutes:g} min of training each'
+        explanation += f' in {minutes:g} min each'
         remedy = 'leave out --minutes'
     else:
         explanation += f', which took {change["step_ms"] / base["step_ms"]:.2f} times as long each'

@@ -95,7 +95,7 @@ def test_judged_runs_do_nothing_besides_training(judged):
     for _, config in trained[2:]:
         assert (config.film, config.report, config.log_to, config.eval_tasks) \
             == (False, False, '', '')
-        assert (config.always_save_checkpoint, config.checkpoint_interval) == (False, 'auto')
+        assert (config.always_save_checkpoint, config.checkpoint_interval) == (False, 10**9)
         assert config.clock == 'training'
 
 
@@ -103,7 +103,7 @@ def test_judged_runs_do_nothing_besides_training(judged):
 def test_neither_side_gets_a_setting_that_an_old_base_does_not_know(judged, capsys):
     _, trained = judged(SAME, '--minutes=0.5', unknown=('clock', 'film'))
     assert [(config.clock, config.report) for _, config in trained[2:]] == 6 * [('wall', False)]
-    assert '--minutes' in capsys.readouterr().err  # counts more than training
+    assert 'clock' in capsys.readouterr().err
 
 
 @needs_git
@@ -167,7 +167,7 @@ def test_a_config_file_that_one_side_lacks_is_refused(tmp_path):
 
 def test_sides_with_different_datasets_are_not_compared():
     with pytest.raises(UserError, match='a and b'):
-        runs.judged_options([{'dataset': 'a'}, {'dataset': 'b'}])
+        runs.judged_options([{'dataset': 'a'}, {'dataset': 'b'}], 0)
 
 
 def git(folder, *words):

@@ -302,8 +302,7 @@ def test_the_time_of_a_step_is_the_median(tmp_path):
     (tmp_path / 'run.json').write_text(json.dumps({
         'changed': {}, 'config': {'dataset': 'here'}, 'dtype': 'float32'}))
     assert summarize(tmp_path) == {'step_ms': 1000.0, 'final_loss': 3.0, 'seconds': 1.0,
-                                   'iterations': 20, 'minutes': 0, 'dtype': 'float32',
-                                   'dataset': 'here'}
+                                   'iterations': 20, 'dtype': 'float32', 'dataset': 'here'}
 
 
 def test_a_run_is_a_training(char_data, tmp_path):

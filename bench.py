@@ -156,8 +156,8 @@ def judge(config, argv, results):
                 args_by_seed[seed] = [in_tree(trees[side], arg) for arg in args]
         open_data(config, launched_world())  # prepares a small corpus once for both sides
         try:
-            end = [*WARM_UP, '--minutes=0'] if config.minutes else WARM_UP
-            warm_ups = {side: {config.seed: args_by_seed[config.seed] + end}
+            warm_up = [*WARM_UP, '--minutes=0'] if config.minutes else WARM_UP
+            warm_ups = {side: {config.seed: args_by_seed[config.seed] + warm_up}
                         for side, args_by_seed in args_by_side.items()}
             options = judged_options(runs.train_all(warm_ups, f'{folder}/warm-up', trees),
                                      config.minutes)

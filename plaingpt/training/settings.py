@@ -90,9 +90,9 @@ class TrainConfig(GPTConfig):
     wandb_run_name: str = 'gpt2'  # wandb or Trackio run name
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # of torch.distributed
     vocab_size: int = 0  # 0: the dataset's
+    document_start: int = field(default=0, init=False)  # the dataset's; see gpt_config()
     # not listed: set by bench.py --judge
     clock: Literal['wall', 'training'] = 'wall'  # what counts as minutes: all time, or steps alone
-    document_start: int = field(default=0, init=False)  # the dataset's; see gpt_config()
 
     # numeric limits, checked by the configurator
     above_0 = (

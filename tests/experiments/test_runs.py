@@ -124,6 +124,14 @@ def test_the_runs_of_a_sweep_have_folders_of_their_own(trainings):
     assert Path(f'{folder}.png').exists()
 
 
+def test_the_runs_of_a_sweep_record_no_film_and_no_report(trainings):
+    Path('recipe.py').write_text('film = True\n')
+    bench.main(['recipe.py', *SWEEP, '--seeds=1', '--report=True'])
+    for words in trainings:
+        config = read(words)
+        assert (config.film, config.report) == (False, False)
+
+
 def test_a_run_that_was_stopped_is_trained_again(trainings, tmp_path):
     trainings.ending = 'SIGTERM'
     with pytest.raises(UserError, match='SIGTERM'):

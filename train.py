@@ -235,7 +235,8 @@ def train(run, monitor):
             is_last = config.eval_only or fraction_done == 1
             eval_is_due = is_last or clock.evaluation_is_due(progress.iter_num, fraction_done)
             if eval_is_due and not progress.evaluated:
-                with suppress(Stopped), clock.timed_evaluation():
+                with suppress(Stopped), clock.timed_evaluation(), \
+                        monitor.metrics.paused('evaluation'):
                     evaluate(run, monitor, is_last)
             reason = run.stop.agreed_signal() or reason_to_stop(run, monitor, is_last)
             if reason or save_is_due(config, progress):
@@ -285,7 +286,7 @@ def evaluate(run, monitor, is_last):
                          use_train_graph=use_train_graph)
 
     # with average_decay, evaluate the EMA of the weights
-    with monitor.metrics.paused('evaluation'), ema_weights(step.optimizer):
+    with ema_weights(step.optimizer):
         train_loss, _ = evaluate_split(run.train_data)
         # one result per corpus of a mixture, usually one in all
         results = [evaluate_split(loader) for loader in run.val_data.components]

@@ -23,6 +23,9 @@ from plaingpt.weights import PRETRAINED, check_finite, init_new_tokens
 # Older versions of transformers saved attention masks and rotary frequencies as buffers.
 BUFFERS = re.compile(r'(transformer\.)?h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq')
 
+# A model in the Hugging Face layout: configuration, tokenizer and weights.
+MODEL_FILES = '*.json', '*.jinja', 'model*.safetensors'
+
 
 def open_pretrained(source):
     """'gpt2…' or OWNER/NAME on the hub, a folder in the Hugging Face layout (of an architecture in
@@ -151,7 +154,7 @@ def explain_bad_folder(folder):
                         f'({reason[:300]})') from None
 
 
-def download_model(name, patterns=('*.json', '*.jinja', 'model*.safetensors')):
+def download_model(name, patterns=MODEL_FILES):
     """Download 'gpt2…' or OWNER/NAME from the Hugging Face Hub, or find it in the cache → folder.
     Raises UserError."""
     if name in PRETRAINED:

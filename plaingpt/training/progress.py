@@ -84,6 +84,9 @@ class IterationClock:
     def left_s(self):
         return None  # unknown
 
+    def exclude(self, seconds):
+        """The last `seconds` were not spent on training; a TrainingClock does not count them."""
+
     @contextmanager
     def timed_evaluation(self):
         """A context to evaluate in; a MinuteClock times it."""
@@ -147,6 +150,26 @@ class MinuteClock(IterationClock):
         self.evaluation_times_s = [*self.evaluation_times_s[-2:], time.perf_counter() - started_at]
 
 
+class TrainingClock(MinuteClock):
+    """A MinuteClock that counts the steps alone, not setup, evaluations, saves, health checks and
+    logs. Two versions of the code then train for the same time, whatever else they do. It evaluates
+    only at the end, and as a MinuteClock does if patience needs evaluations."""
+
+    evaluation_s = 0.0  # nothing is reserved
+
+    def read(self, iter_num):
+        if self.loop_started_at is None:
+            self.ends_at = time.perf_counter() + self.total_s - self.used_s
+        return super().read(iter_num)
+
+    def exclude(self, seconds):
+        self.loop_started_at += seconds
+        self.ends_at += seconds
+
+    def evaluation_is_due(self, iter_num, fraction_done):
+        return self.config.patience > 0 and super().evaluation_is_due(iter_num, fraction_done)
+
+
 def make_clock(config, start):
     """The clock of a run, for its TrainConfig and its StartingPoint."""
     if not config.minutes:
@@ -157,4 +180,5 @@ def make_clock(config, start):
         was_timed = state['left_s'] is not None
         if was_timed or config.init_from == 'resume':
             seconds_used = used_s(state, start.weights.settings()['minutes'])
-    return MinuteClock(config, seconds_used, start.started_at)
+    clock_type = TrainingClock if config.clock == 'training' else MinuteClock
+    return clock_type(config, seconds_used, start.started_at)

@@ -9,13 +9,18 @@ from runs import change_steps, lines
 
 import train
 from configurator import load_config
+from plaingpt.monitoring import metrics
+from plaingpt.monitoring.health import Health
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import dtype_choice, progress
 from plaingpt.training import start as start_module
+from plaingpt.training.checkpoint import Saver
+from plaingpt.training.film import Film
 from plaingpt.training.progress import MinuteClock, make_clock
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.start import StartingPoint, resolve_minutes
+from plaingpt.training.step import Step
 
 CONFIG = TrainConfig(minutes=100 / 60, warmup_iters=90, max_iters=990)
 
@@ -134,6 +139,34 @@ def test_too_few_minutes_are_refused_before_the_first_step(
         tiny, tmp_path, monkeypatch, capsys, ticking):
     assert 'minutes=0.001' in fails(capsys, monkeypatch, train.main, *tiny, '--minutes=0.001')
     assert not list(tmp_path.rglob('checkpoints/iter-*'))
+
+
+def test_the_clock_of_a_judged_run_counts_nothing_but_steps(tiny, tmp_path, set_clock, monkeypatch):
+    clock = SimpleNamespace(perf_counter=lambda: clock.now, now=0.0)
+    set_clock(clock.perf_counter)
+    monkeypatch.setattr(metrics, 'time', clock)
+
+    def takes(seconds, owner, name):
+        function = getattr(owner, name)
+
+        def slow(*args, **options):
+            clock.now += seconds
+            return function(*args, **options)
+        monkeypatch.setattr(owner, name, slow)
+
+    for owner, name in ((train, 'preflight'), (train, 'mean_loss'), (Saver, 'save'),
+                        (Health, 'measure'), (metrics, 'append_line'), (Film, 'record')):
+        takes(50.0, owner, name)
+    takes(0.25, Step, 'update')
+    train.main([*tiny, '--minutes=0.025', '--clock=training', '--film=True', '--check=False',
+                '--checkpoint_interval=2', '--patience=100'])
+    assert lines(tmp_path / 'out', 'val_loss')[-1]['iter'] == 1.5 / 0.25
+
+
+def test_a_judged_run_is_evaluated_at_its_end(tiny, tmp_path, ticking):
+    train.main([*tiny, '--minutes=0.02', '--clock=training', '--check=False'])
+    last, = lines(tmp_path / 'out', 'val_loss')
+    assert last['iter'] == lines(tmp_path / 'out', 'loss')[-1]['iter']
 
 
 # -----------------------------------------------------------------------------

@@ -119,6 +119,9 @@ def run_chat(generator, config):
         except KeyboardInterrupt:
             print('\ntype /quit or press Ctrl-D to exit')
             continue
+        except UnicodeDecodeError:
+            raise UserError('stdin: the messages are not UTF-8: convert them, for example with '
+                            'iconv') from None
         if line == '/quit':
             return
         if line == '/reset':

@@ -231,7 +231,7 @@ def set_rng_state(states, rank, device):
 def cpu_name():
     """'AMD EPYC 7B13', if the system reports it."""
     with suppress(OSError):
-        for line in Path('/proc/cpuinfo').read_text().splitlines():
+        for line in Path('/proc/cpuinfo').read_text(errors='replace').splitlines():
             if line.startswith('model name'):
                 return line.partition(':')[2].strip()
     return platform.processor() or platform.machine()  # elsewhere only the architecture

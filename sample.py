@@ -13,24 +13,29 @@ import re
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Literal
 
 from configurator import load_config
 from plaingpt.data.tokenizers import is_chat
 from plaingpt.inference.text_generator import Sampling, list_stop_strings, print_text
 from plaingpt.system.errors import UserError, run_script
+from plaingpt.system.formatting import shown
 from plaingpt.training.open_weights import GeneratorChoice, open_generator
 
 ESCAPE = re.compile(r'\\(?:[nrt\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})')
 
 
+@cache  # a command line is read again for each config file in it, but says this once
 def unescape(text):
-    r"""Replace the escapes \n \r \t \\ \x41 \u00e9 in a command-line value by their characters. Any
-    other backslash stays."""
-    def character(match):
-        return ast.literal_eval(f"'{match[0]}'")
-    return ESCAPE.sub(character, text)
+    r"""Decode the escapes \n \r \t \\ \x41 \u00e9 in a command-line value, and print those that it
+    has. Any other backslash stays."""
+    # in an ASCII locale, Python passes other letters on as undecoded bytes
+    text = text.encode('utf-8', 'surrogateescape').decode('utf-8', 'replace')
+    if escapes := dict.fromkeys(ESCAPE.findall(text)):
+        print(f'decoded {" ".join(escapes)} in {shown(text):.60}; for a backslash, write \\\\',
+              file=sys.stderr)
+    return ESCAPE.sub(lambda match: ast.literal_eval(f"'{match[0]}'"), text)
 
 
 def parse_start(text):
@@ -43,8 +48,8 @@ def parse_stop(text):
 
 @dataclass
 class SampleConfig(Sampling, GeneratorChoice):
-    # prompts
-    start: Annotated[str, parse_start] = '\n'  # prompt (may contain \n, \t, \x41), or FILE:path
+    # prompts; escapes such as \n are decoded, and a line says so
+    start: Annotated[str, parse_start] = '\n'  # prompt, or FILE:path
     stop: Annotated[str, parse_stop] = ''  # stop string, or a JSON list: ["\n\n", "User:"]
     num_samples: int = 10  # number of samples
     chat: bool = False  # chat with the model in the terminal

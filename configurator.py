@@ -102,7 +102,8 @@ class Settings:
     def set(self, name, value, place):
         """Convert and store a value, or note the problem → whether it was stored."""
         if name not in self.values:
-            hint = did_you_mean(name, self.values, 'see --help for all keys')
+            word = our_name(name, self.values)
+            hint = did_you_mean(word, self.values, 'see --help for all keys')
             self.problems.append(f'unknown key {name!r} {place}: {hint}')
             return False
         types = accepted_types(self.cls, name)
@@ -294,6 +295,26 @@ def name_positionals(cls, argv, key, several):
 
 # -----------------------------------------------------------------------------
 # what a field accepts
+
+
+OTHER_NAMES = {  # our key: its names in other libraries, beside those that resemble ours
+    'start': 'prompt', 'max_new_tokens': 'max_length length', 'temperature': 'temp',
+    'init_from': 'model model_path model_name_or_path ckpt ckpt_path resume',
+    'max_iters': 'epochs num_epochs num_train_epochs steps num_steps iterations',
+    'block_size': 'seq_len seq_length max_seq_len max_length context_length context_size',
+    'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads', 'learning_rate': 'lr',
+    'n_embd': 'hidden_size hidden_dim d_model dim embed_dim', 'dataset': 'data_dir data_path',
+    'batch_size': 'bs', 'gradient_accumulation_steps': 'grad_accum', 'grad_clip': 'max_grad_norm',
+    'dtype': 'precision fp16 bf16'}
+
+
+def our_name(name, known):
+    """The key among `known` that other libraries call `name`, else `name`."""
+    name = name.replace('-', '_')
+    for key, others in OTHER_NAMES.items():
+        if key in known and name in others.split():
+            return key
+    return name
 
 
 def did_you_mean(word, known, otherwise):

@@ -302,9 +302,10 @@ OTHER_NAMES = {  # our key: its names in other libraries, beside those that rese
     'init_from': 'model model_path model_name_or_path ckpt ckpt_path resume',
     'max_iters': 'epochs num_epochs num_train_epochs steps num_steps iterations',
     'block_size': 'seq_len seq_length max_seq_len max_length context_length context_size',
-    'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads', 'learning_rate': 'lr',
+    'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads',
     'n_embd': 'hidden_size hidden_dim d_model dim embed_dim', 'dataset': 'data_dir data_path',
-    'batch_size': 'bs', 'gradient_accumulation_steps': 'grad_accum', 'grad_clip': 'max_grad_norm',
+    'learning_rate': 'lr', 'weight_decay': 'wd', 'grad_clip': 'max_grad_norm',
+    'batch_size': 'bs', 'gradient_accumulation_steps': 'grad_accum',
     'dtype': 'precision fp16 bf16'}
 
 

@@ -17,7 +17,7 @@ from functools import cache, partial
 from typing import Annotated, Literal
 
 from configurator import load_config
-from plaingpt.data.tokenizers import is_chat
+from plaingpt.data.tokenizers import IdsTokenizer, is_chat
 from plaingpt.inference.text_generator import Sampling, list_stop_strings, print_text
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import shown
@@ -86,6 +86,8 @@ def print_samples(generator, config):
         from plaingpt.data.text_files import read_text
         start = read_text(start.removeprefix('FILE:'))
     prompt = generator.encode(start, 'start')
+    if isinstance(generator.tokenizer, IdsTokenizer):
+        start = f'IDS:{generator.tokenizer.decode(prompt)}'  # blank text is the id 0
     stop = config.stop_strings()
     if config.stream:
         for i in range(config.num_samples):

@@ -170,7 +170,11 @@ class IdsTokenizer(Tokenizer):
                             f'got {text[:40]!r}')
         return np.array(words, dtype=np.int64)
 
+    def decode(self, ids):
+        return ','.join(map(str, ids))
+
     def decode_bytes(self, ids):
+        """Each id begins with its comma, so that a list can be continued."""
         return ''.join(f',{i}' for i in ids).encode()
 
     def to_json(self):

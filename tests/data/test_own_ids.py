@@ -166,6 +166,18 @@ def test_ids_that_do_not_fit_their_description_are_refused(
     assert contents(folder) == before
 
 
+@pytest.mark.parametrize('change', [
+    lambda path: write_ids(path.parent, MOVES[::-1], '<u2'), lambda path: path.unlink(),
+    lambda path: write_ids(path.parent, MOVES[:3000], '<u2'),
+    lambda path: write_ids(path.parent, MOVES + 9, '<u2'),
+    lambda path: write_ids(path.parent, MOVES, '<i8')])
+def test_rewritten_ids_are_to_be_described_again(change, folder):
+    prepare.main(['ids', str(folder), '--vocab_size=1500'])
+    change(folder / 'train.bin')
+    with pytest.raises(UserError, match=rf'prepare\.py ids {folder} --vocab_size'):
+        open_dataset(folder).loader('train', 8, 1)
+
+
 def test_text_that_prepare_wrote_is_not_described_as_ids(own_data, capsys, monkeypatch):
     before = contents(own_data)
     assert str(own_data) in fails(capsys, monkeypatch, prepare.main, 'ids', own_data,

@@ -20,7 +20,7 @@ from configurator import load_config
 from plaingpt.data.tokenizers import IdsTokenizer, is_chat
 from plaingpt.inference.text_generator import Sampling, list_stop_strings, print_text
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.formatting import shown
+from plaingpt.system.formatting import count_of, shown
 from plaingpt.training.open_weights import GeneratorChoice, open_generator
 
 ESCAPE = re.compile(r'\\(?:[nrt\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})')
@@ -171,7 +171,7 @@ def main(argv):
         print_samples(generator, config)
     if generator.tokens:
         tokens_per_s = generator.tokens / generator.seconds
-        print(f'{generator.tokens:,} tokens in {generator.seconds:.1f} s: '
+        print(f'{count_of(generator.tokens, "token")} in {generator.seconds:.1f} s: '
               f'{tokens_per_s:,.0f} tokens/s', file=sys.stderr)
 
 

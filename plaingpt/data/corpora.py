@@ -18,7 +18,7 @@ from plaingpt.data.dataset import (
 from plaingpt.data.tokenizers import GPT2Tokenizer
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
-from plaingpt.system.formatting import short
+from plaingpt.system.formatting import count_of, short
 
 # For pypackages:
 MIN_FILE_BYTES = 500  # shorter files are mostly imports
@@ -77,7 +77,7 @@ def find_packages():
                     paths[path] = True
     if not paths:
         raise UserError('no packages are installed for this Python; use the corpus pystdlib')
-    print(f'comparing {len(paths):,} Python files to exclude near-duplicates and tables')
+    print(f'comparing {count_of(len(paths), "Python file")} to exclude near-duplicates and tables')
     known_shingles, selected = set(), []
     for path in paths:
         data = path.read_bytes()

@@ -345,7 +345,7 @@ def count_extensions(paths):
     counts = [f'{n:,} {shown(extension)}' for extension, n in most_common]
     others = len(paths) - sum(n for _, n in most_common)
     if others:
-        counts.append(f'{others:,} others')
+        counts.append(count_of(others, 'other'))
     return ', '.join(counts)
 
 

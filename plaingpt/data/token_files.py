@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from plaingpt.system.errors import UserError
-from plaingpt.system.formatting import command_for, quoted
+from plaingpt.system.formatting import command_for, count_of, quoted
 
 READ_TOKENS = 2**22  # per read, for whole files
 SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 2**14  # sampled_sha256 reads 64 blocks of 16 KiB
@@ -144,9 +144,9 @@ def open_tokens(path, dtype, num_tokens=None, sha256='', offset=None):
     if num_tokens is None:
         num_tokens = int(in_file)
     if not num_tokens or in_file < num_tokens or (in_file > num_tokens and offset is None):
-        raise UserError(f'{path}: expected {num_tokens or "some"} tokens of {dtype.itemsize} bytes '
-                        f'and found {in_file:,.12g}: the file is damaged or has another dtype; '
-                        f'{how_to_prepare(path)}')
+        raise UserError(f'{path}: expected {num_tokens or "some"} tokens of '
+                        f'{count_of(dtype.itemsize, "byte")} and found {in_file:,.12g}: the file '
+                        f'is damaged or has another dtype; {how_to_prepare(path)}')
     return TokenFile(path, dtype, file, start, num_tokens, sha256)
 
 

@@ -52,6 +52,7 @@ class Corpus:
     tokens: int = 0  # training tokens
     vocab_size: int = GPT2Tokenizer.vocab_size  # of the tokenizer
     recipe: str = 'config/gpt2_124m.py'  # config file to train with
+    gpu_recipe: str = ''  # instead of `recipe` where torch sees a GPU
     small: bool = False  # prepared in under a minute, so train.py does it if needed
 
 
@@ -128,7 +129,8 @@ CORPORA = {
                      files=str(ROOT / 'README.md'), small=True, recipe='config/tiny.py'),
     'shakespeare_char': Corpus('tiny Shakespeare, one token per character (nanoGPT)', 'char',
                                tokens=1_003_854, vocab_size=65, **TINY_SHAKESPEARE,
-                               recipe='config/shakespeare_char.py'),
+                               recipe='config/shakespeare_char_cpu.py',
+                               gpu_recipe='config/shakespeare_char.py'),
     'shakespeare': Corpus('tiny Shakespeare, GPT-2 tokens (nanoGPT)', tokens=301_966,
                           **TINY_SHAKESPEARE, recipe='config/finetune_shakespeare.py'),
     'tinystories': Corpus('short stories in simple words', kind='hub',

@@ -102,8 +102,7 @@ class Settings:
     def set(self, name, value, place):
         """Convert and store a value, or note the problem → whether it was stored."""
         if name not in self.values:
-            word = our_name(name, self.values)
-            hint = did_you_mean(word, self.values, 'see --help for all keys')
+            hint = did_you_mean(name, self.values, 'see --help for all keys')
             self.problems.append(f'unknown key {name!r} {place}: {hint}')
             return False
         types = accepted_types(self.cls, name)
@@ -309,18 +308,12 @@ OTHER_NAMES = {  # our key: its names in other libraries, beside those that rese
     'dtype': 'precision fp16 bf16'}
 
 
-def our_name(name, known):
-    """The key among `known` that other libraries call `name`, else `name`."""
-    name = name.replace('-', '_')
-    for key, others in OTHER_NAMES.items():
-        if key in known and name in others.split():
-            return key
-    return name
-
-
 def did_you_mean(word, known, otherwise):
-    """A hint that names the known word most like a misspelled one, else `otherwise`."""
-    nearest = difflib.get_close_matches(word, known, n=1, cutoff=0.65)
+    """A hint that names the known word that other libraries call `word`, or the one that is most
+    like it, else `otherwise`."""
+    nearest = [key for key, others in OTHER_NAMES.items()
+               if key in known and word.replace('-', '_') in others.split()]
+    nearest += difflib.get_close_matches(word, known, n=1, cutoff=0.65)
     return f'did you mean {nearest[0]}?' if nearest else otherwise
 
 

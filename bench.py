@@ -45,6 +45,7 @@ from plaingpt.system import devices
 from plaingpt.system.distributed import launched_world
 from plaingpt.system.errors import UserError, run_script, warn
 from plaingpt.system.files import make_writable
+from plaingpt.system.formatting import count_of
 from plaingpt.training.dtype_choice import choose_training_dtype
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.start import StartingPoint, resolve_minutes
@@ -91,7 +92,7 @@ def training_args(argv):
 
 def measure_step(config, start, device):
     """Time a training step → (a row of results, their Markdown)."""
-    print(f'timing {config.steps} steps after a few warmup steps …', file=sys.stderr)
+    print(f'timing {count_of(config.steps, "step")} after a few warmup steps …', file=sys.stderr)
     devices.prepare_device(device)
     torch.manual_seed(config.seed)
     compile, _ = devices.choose_compile(config.compile, device)

@@ -81,8 +81,9 @@ class TextStream:
 
     def __init__(self, path, tokenizer):
         start = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+        text = read_text(path)
         try:
-            self.ids = np.concatenate([start, tokenizer.encode(read_text(path))]).astype(np.int64)
+            self.ids = np.concatenate([start, tokenizer.encode(text)]).astype(np.int64)
         except UserError as e:
             raise UserError(f'{path}: {e}') from None
         if len(self.ids) < 2:

@@ -23,7 +23,7 @@ from plaingpt.inference.gguf_export import DTYPES, write_gguf
 from plaingpt.inference.hf_architectures import OWN_CODE
 from plaingpt.inference.hf_export import write_hf
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.formatting import printable
+from plaingpt.system.formatting import count_of, printable
 from plaingpt.training.open_weights import ModelChoice, load
 
 
@@ -46,9 +46,10 @@ def model_card(name, architecture, model, source, state):
     run. It contains no local paths. state: state.json of a run's checkpoint, or {}"""
     c = model.config
     facts = {
-        'architecture': f'{c.n_layer} layers, {c.n_head} heads, {c.n_embd} channels',
+        'architecture': f'{count_of(c.n_layer, "layer")}, {count_of(c.n_head, "head")}, '
+                        f'{count_of(c.n_embd, "channel")}',
         'parameters': f'{model.num_parameters():,}',
-        'context length': f'{c.block_size:,} tokens',
+        'context length': count_of(c.block_size, 'token'),
         'vocabulary size': f'{c.vocab_size:,}'}
     if state:
         datasets = [Path(name).name for name in parse_dataset_spec(state['config']['dataset'])]

@@ -104,7 +104,7 @@ def print_memory(gpt_config, config, dtype, device_type, available):
     plan = memory.predict(gpt_config, config, dtype, device_type)
     parallel = f', {config.parallel}' if config.processes > 1 else ''
     print(f'memory per process: {config.accumulation() // config.processes} × '
-          f'{config.batch_size} sequences per step, {dtype}{parallel}; peak in '
+          f'{count_of(config.batch_size, "sequence")} per step, {dtype}{parallel}; peak in '
           f'"{plan.peak_phase}"')
     for category, size in plan.phases[plan.peak_phase].items():
         print(f'  {gib(size):>12}  {category}')
@@ -144,9 +144,11 @@ def print_run(gpt_config, config, tokens, source, step_s):
     parameters = round(parameters)
     total_tokens = config.max_iters * config.step_tokens()
     print(f'tokens: {config.step_tokens():,} per step, {short(total_tokens)} in total, '
-          f'{total_tokens / parameters:.3g} tokens per parameter ({parameters:,} parameters)')
+          f'{count_of(f"{total_tokens / parameters:.3g}", "token")} per parameter '
+          f'({parameters:,} parameters)')
     if tokens:
-        print(f'  {source}: {short(tokens)} tokens, {total_tokens / tokens:.3g} epochs')
+        epochs = count_of(f'{total_tokens / tokens:.3g}', 'epoch')
+        print(f'  {source}: {short(tokens)} tokens, {epochs}')
     else:
         print(f'  {source}: assuming a vocabulary of {gpt_config.vocab_size:,}')
     flops = flops_per_token * total_tokens

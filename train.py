@@ -38,7 +38,7 @@ from plaingpt.system.distributed import (
 )
 from plaingpt.system.errors import phase, run_script
 from plaingpt.system.files import lock_output_dir
-from plaingpt.system.formatting import command_for, quoted
+from plaingpt.system.formatting import command_for, count_of, quoted
 from plaingpt.training.attention import use_cpu_attention
 from plaingpt.training.checkpoint import KEEP_NEWEST, Saver
 from plaingpt.training.dtype_choice import choose_training_dtype
@@ -150,8 +150,9 @@ def setup(config, start, world, device, device_why):
         initial = GPT(gpt_config).state_dict() if world.is_main else {}
         sharding.scatter(initial, model)
     model.to(device)
-    print0(f'GPT with {model.num_parameters():,} parameters: {gpt_config.n_layer} layers, '
-           f'{gpt_config.n_head} heads, {gpt_config.n_embd} channels')
+    print0(f'GPT with {model.num_parameters():,} parameters: '
+           f'{count_of(gpt_config.n_layer, "layer")}, {count_of(gpt_config.n_head, "head")}, '
+           f'{count_of(gpt_config.n_embd, "channel")}')
     print0(describe_batches(config, dataset, train_data, val_data))
 
     # The loop calls the compiled model, wrapped in DDP if there are several processes.
@@ -310,8 +311,9 @@ def reason_to_stop(run, monitor, is_last):
     if is_last:
         return TIME_UP if run.config.minutes else FINISHED
     if 0 < patience <= progress.evals_since_best:
+        evaluations = count_of(progress.evals_since_best, 'evaluation')
         return f'patience={patience}: validation loss did not improve on ' \
-               f'{progress.best_val_loss:.4f} in the last {progress.evals_since_best} evaluations'
+               f'{progress.best_val_loss:.4f} in the last {evaluations}'
     return None
 
 

@@ -13,12 +13,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from processes import ROOT, exit_code, fails, fork
 from sample_data import shared_file
 
 import prepare
+from configurator import load_config
 from plaingpt.data.corpora import CORPORA, Corpus, find_packages, find_standard_library
 from plaingpt.data.dataset import dataset_folder, open_dataset
+from plaingpt.training.settings import TrainConfig
+from plaingpt.training.start import StartingPoint
 
 
 def meta_of(folder):
@@ -88,7 +92,8 @@ def test_a_corpus_of_local_files_is_one_entry_of_the_table(tmp_path, monkeypatch
 
 def test_the_recipe_of_each_corpus_is_there():
     for corpus in CORPORA.values():
-        assert (ROOT / corpus.recipe.split()[0]).exists()
+        for recipe in filter(None, (corpus.recipe, corpus.gpu_recipe)):
+            assert (ROOT / recipe.split()[0]).exists()
 
 
 @pytest.mark.parametrize('content', [None, b'', b' \n\t ', b'x', b'good\n \xff bad'])
@@ -172,6 +177,23 @@ def test_memory_does_not_grow_with_the_corpus(tokenizer, tmp_path):
             tracemalloc.stop()
 
     assert peak(40_000_000) < peak(20_000_000) + 5_000_000
+
+
+def test_the_next_command_fine_tunes_the_model_whose_tokenizer_was_named(
+        trained, text_file, capsys):
+    prepare.main(['text', str(text_file), f'--tokenizer={trained}', '--data_dir=more'])
+    following = re.search(r'^next: .*train.py (.*)', capsys.readouterr().out, re.M)[1].split()
+    assert f'--init_from={trained}' in following
+    config = load_config(TrainConfig, following, read_saved=StartingPoint().read)
+    assert config.block_size == 16  # the model's
+
+
+@pytest.mark.parametrize(('has_gpu', 'recipe'), [
+    (False, 'config/shakespeare_char_cpu.py'), (True, 'config/shakespeare_char.py')])
+def test_the_next_command_is_for_this_machine(has_gpu, recipe, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: has_gpu)
+    prepare.print_next_command('shakespeare_char', CORPORA['shakespeare_char'], Path('d'), 'auto')
+    assert f'train.py {recipe} ' in capsys.readouterr().out
 
 
 def test_the_next_command_finds_what_was_prepared(text_file, capsys):

@@ -2,16 +2,19 @@
 keeps over an interruption is in tests/training."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
-from processes import ROOT
-from runs import lines, model_of
+from processes import ROOT, options
+from runs import TINY, lines, model_of
 from sample_data import write_tasks
 
+import prepare
+import sample
 import train
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import monitor
@@ -35,6 +38,18 @@ def test_exactly_max_iters_updates_are_made(tiny, tmp_path):
     saved.load_optimizer(optimizer, model)
     assert saved.iter_num == 5
     assert {int(state['step']) for state in optimizer.state.values()} == {5}
+
+
+def test_one_of_a_thing_is_printed_in_the_singular(tmp_path, capsys):
+    (tmp_path / 'a.txt').write_text('ab' * 99)
+    prepare.main(['text', 'a.txt', '--tokenizer=char', '--data_dir=d'])
+    ones = options(n_layer=1, n_head=1, n_embd=1, block_size=8, batch_size=1, max_iters=1,
+                   eval_iters=1, gradient_accumulation_steps=1, warmup_iters=0)
+    train.main([*TINY, *ones, '--dataset=./d', '--check=False'])
+    sample.main(['out', '--device=cpu', '--start=a', '--num_samples=1', '--max_new_tokens=1'])
+    printed = ''.join(capsys.readouterr())
+    assert '1 layer,' in printed
+    assert re.findall(r'(?<![\d.,])\b1 \w+s\b', printed) == []
 
 
 def test_the_last_weights_are_evaluated(tiny, tmp_path):

@@ -10,6 +10,7 @@ import torch
 from plaingpt.checks.model_checks import NotChecked
 from plaingpt.system.distributed import all_gather, gloo_group
 from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import count_of
 
 EXCERPTS, EXCERPT_TOKENS = 8, 1024  # per corpus, to decode and encode again
 VARY_EXCERPTS = 64  # per corpus, to look for a repeated id
@@ -76,8 +77,9 @@ def check_epoch(loader):
                          for step in range(steps) for micro in range(loader.micro_steps)])
     distinct = len(np.unique(ids))
     if distinct < len(ids):
-        return f'sequences repeat: only {distinct} of the {len(ids)} in the first {steps} steps ' \
-               'are distinct; each step, micro-batch and process needs its own'
+        return f'sequences repeat: only {distinct} of the {len(ids)} in the first ' \
+               f'{count_of(steps, "step")} are distinct; each step, micro-batch and process ' \
+               'needs its own'
     half = EPOCH_SEQUENCES // 2
     starts = loader.sequence_starts(np.unique(np.r_[:min(n, half), max(0, n - half):n]))
     distinct = len(np.unique(starts))
@@ -103,8 +105,8 @@ def evaluation_reads_every_sequence_once(run):
         distinct = len(np.unique(starts))
         expected = min(run.progress.eval_sequences, loader.num_eval_sequences)
         if len(starts) != expected or distinct != expected:
-            return f'an evaluation reads {len(starts)} sequences ({distinct} distinct) instead ' \
-                   f'of {expected}; a batch is dropped or repeated'
+            return f'an evaluation reads {count_of(len(starts), "sequence")} ({distinct} ' \
+                   f'distinct) instead of {expected}; a batch is dropped or repeated'
 
 
 def tokens_vary(run):

@@ -12,6 +12,7 @@ import torch
 
 from model import GPT
 from plaingpt.monitoring.health import ActivationRecorder
+from plaingpt.system.formatting import count_of
 
 TEXT_TOKENS = 256  # ids of the small model's text
 BOS_ID = TEXT_TOKENS  # the id that starts a document
@@ -152,7 +153,7 @@ def token_order_matters(run):
     ngram = model.config.ngram if model.config.ngram_rows else 1
     first = t + model.config.conv + ngram - 1
     if first >= idx.size(1) or t < 2:
-        raise NotChecked(f'sequences of {idx.size(1)} tokens are too short')
+        raise NotChecked(f'sequences of {count_of(idx.size(1), "token")} are too short')
     if largest_change(*recorder.streams[1][:, first:].chunk(2)) <= TOLERANCE:
         return 'token order does not matter to the first block: positions are not added, rotary ' \
                'embeddings are not applied to queries and keys, or attention sees too few tokens'

@@ -19,7 +19,7 @@ from plaingpt.parallel.blocks import apply_activation_checkpointing
 from plaingpt.system.devices import eager, exact_matmul
 from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError, phase
-from plaingpt.system.formatting import one_line
+from plaingpt.system.formatting import count_of, one_line
 from plaingpt.training.loss import chunked_cross_entropy
 from plaingpt.training.optimizers import build_optimizer
 
@@ -74,7 +74,7 @@ def preflight(run):
             'training did not start; fix this, or if it is intended, add '
             f'--skip_checks={",".join(skipped + failed)}']))
     if not is_short:
-        print0(f'preflight: {len(problems)} checks passed in '
+        print0(f'preflight: {count_of(len(problems), "check")} passed in '
                f'{time.perf_counter() - start_time:.2f} s{data_checks.first_text(run)}')
 
 

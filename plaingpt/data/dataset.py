@@ -17,7 +17,7 @@ from plaingpt.data.foreign_files import find_token_files, open_foreign, read_nan
 from plaingpt.data.token_files import TokenStream, dtype_name, open_tokens, parse_dtype
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT, read_json, refuse_unknown
-from plaingpt.system.formatting import command_for, quoted
+from plaingpt.system.formatting import command_for, count_of, quoted
 
 FORMAT_VERSION = 1
 META_KEYS = {'format_version', 'dtype', 'vocab_size', 'tokenizer', 'splits', 'source'}
@@ -333,16 +333,17 @@ def describe_batches(config, dataset, train_data, val_data):
     step_tokens = config.step_tokens()
     durations = []
     if config.minutes:
-        durations.append(f'{config.minutes:.3g} minutes')
+        durations.append(count_of(f'{config.minutes:.3g}', 'minute'))
     else:
         for component, loader in zip(dataset.components, train_data.components, strict=True):
             tokens = component.weight * config.max_iters * step_tokens
-            duration = f'{tokens / loader.epoch_tokens():.3g} epochs'
+            duration = count_of(f'{tokens / loader.epoch_tokens():.3g}', 'epoch')
             if component.name:
                 duration += f' of {component.name} ({component.weight:.1%})'
             durations.append(duration)
-    lines = [f'{dataset.folder}: {train_data.epoch_tokens():,} training tokens, vocabulary '
-             f'{dataset.vocab_size:,} | {step_tokens:,} tokens per step, {", ".join(durations)}']
+    lines = [f'{dataset.folder}: {count_of(train_data.epoch_tokens(), "training token")}, '
+             f'vocabulary {dataset.vocab_size:,} | {count_of(step_tokens, "token")} per step, '
+             f'{", ".join(durations)}']
     if dataset.has_mask():
         lines += [f'train: {train_data.describe()}', f'val: {val_data.describe()}']
     return '\n'.join(lines)

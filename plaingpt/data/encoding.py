@@ -64,7 +64,7 @@ def write_tokens(source, tokenizer, job, options):
             writer.rewind(job.progress['splits'][split])
     resumed_tokens = sum(writer.tokens for writer in writers.values())
     if resumed_tokens:
-        print(f'resuming after {resumed_tokens:,} tokens')
+        print(f'resuming after {count_of(resumed_tokens, "token")}')
     started = time.monotonic()
     encode_source(source, encoder, job, options, writers)
     tokens = sum(writer.tokens for writer in writers.values()) - resumed_tokens
@@ -73,7 +73,7 @@ def write_tokens(source, tokenizer, job, options):
     source.report()
     train_tokens = writers['train'].tokens
     if train_tokens < options.max_tokens:
-        print(f'{source.name} has only {train_tokens:,} training tokens '
+        print(f'{source.name} has only {count_of(train_tokens, "training token")} '
               f'(max_tokens={options.max_tokens})')
     splits = {split: writer.finish() for split, writer in writers.items()}
     write_meta(job.folder, dtype, tokenizer, splits, job.command)

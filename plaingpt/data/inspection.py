@@ -70,13 +70,13 @@ def describe_split(dataset, split):
     line = str(stream.files[0].path)
     if len(stream.files) > 1:
         line += f' to {stream.files[-1].path.name}'
-    line += f': {len(stream):,} tokens'
+    line += f': {count_of(len(stream), "token")}'
     if 'bytes' in entry:
         line += f', {entry["bytes"] / len(stream):.2f} bytes per token'
     if 'documents' in entry:
         line += f', from {count_of(entry["documents"], "document")}'
     if 'learned' in entry:
-        line += f'; {entry["learned"]:,} tokens in the loss'
+        line += f'; {count_of(entry["learned"], "token")} in the loss'
     return line
 
 

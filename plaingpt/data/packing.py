@@ -13,6 +13,7 @@ from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ChatTokenizer
 from plaingpt.data.token_files import READ_TOKENS, TokenStream
 from plaingpt.data.tokenizers import IdsTokenizer
 from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import count_of
 
 
 class ConversationTokens(TokenStream):
@@ -142,10 +143,11 @@ class PackedLoader(BatchLoader):
         """One line on how the conversations were packed."""
         capacity = self.sequences_per_epoch * self.length
         used = int((self.sizes + self.with_bos).sum())
-        return f'{self.num_conversations:,} conversations in {self.sequences_per_epoch:,} ' \
-               f'sequences, {1 - used / capacity:.1%} padding, {int(self.num_targets.sum()):,} ' \
-               f'tokens in the loss; {int(self.with_bos.sum()):,} splits to fit block_size; ' \
-               f'dropped {self.dropped_tokens:,} tokens without a reply'
+        return f'{count_of(self.num_conversations, "conversation")} in ' \
+               f'{count_of(self.sequences_per_epoch, "sequence")}, {1 - used / capacity:.1%} ' \
+               f'padding, {count_of(int(self.num_targets.sum()), "token")} in the loss; ' \
+               f'{count_of(int(self.with_bos.sum()), "split")} to fit block_size; dropped ' \
+               f'{count_of(self.dropped_tokens, "token")} without a reply'
 
 
 def conversation_starts(stream):

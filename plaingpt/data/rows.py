@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from plaingpt.data.text_files import Separators, open_text
+from plaingpt.data.text_files import ENCODING_ADVICE, Separators, open_text
 from plaingpt.data.unusable import Unusable
 from plaingpt.system.errors import needs
 from plaingpt.system.formatting import join_surrogates, one_line, shown
@@ -17,7 +17,7 @@ FORMATS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv'
            '.parquet': 'parquet'}  # ending → format; all other files are text
 DELIMITERS = ',', ';', '\t', '|'  # Excel writes ';' in most of Europe
 NOT_UTF8 = re.compile('[\udc80-\udcff]')  # undecodable bytes, as surrogateescape maps them
-NOT_UTF8_PROBLEM = 'not UTF-8', ': save the file as UTF-8'  # reason and details of an Unusable
+NOT_UTF8_PROBLEM = 'not UTF-8', f': {ENCODING_ADVICE}'  # reason and details of an Unusable
 TEXT_FIELDS = ('text', 'content')  # the default: the first of these in a row
 
 

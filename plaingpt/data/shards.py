@@ -25,7 +25,7 @@ from plaingpt.data.dataset import (
 )
 from plaingpt.data.inspection import find_damage, print_report
 from plaingpt.data.overlap import compare_with_train
-from plaingpt.data.token_files import dtype_name
+from plaingpt.data.token_files import dtype_name, may_hold_own_ids
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import locked, read_json, sha256_of, sync, write_json
 
@@ -182,11 +182,11 @@ def is_up_to_date(folder, command, overwrite):
     try:
         existing = read_meta(path)['source']
     except UserError as problem:  # damaged, or of a newer version
-        may_be_own_ids = '"kind": "ids"' in path.read_text('utf-8', 'replace')
-        if overwrite and not may_be_own_ids:
+        own_ids = may_hold_own_ids(folder)
+        if overwrite and not own_ids:
             return False
         hint = 'choose another folder with --data_dir'
-        if not may_be_own_ids:
+        if not own_ids:
             hint += f', or replace the files of {folder} with --overwrite'
         raise UserError(f'{problem}; or {hint}') from None
     if existing.get('corpus') == 'ids':

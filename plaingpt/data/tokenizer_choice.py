@@ -17,7 +17,7 @@ from plaingpt.data.text_files import find_boundary
 from plaingpt.data.tokenizers import BPETokenizer, CharTokenizer
 from plaingpt.system.errors import UserError, progress_bar
 from plaingpt.system.files import is_hub_name, read_json
-from plaingpt.system.formatting import join_surrogates
+from plaingpt.system.formatting import count_of, join_surrogates
 
 NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
 UNTRAINED = 'gpt2', 'byte'  # the same for every text
@@ -114,7 +114,7 @@ def train_tokenizer(name, source):
     texts = ()
     if name == 'auto':
         name = f'bpe:{choose_vocab_size(source.total)}'
-        print(f'tokenizer: {name}, by the size of the text ({source.total:,} bytes); '
+        print(f'tokenizer: {name}, by the size of the text ({count_of(source.total, "byte")}); '
               'alternatives: --tokenizer=gpt2, bpe:N, char or byte')
     if name.startswith('bpe'):
         print(f'training the {name} tokenizer')

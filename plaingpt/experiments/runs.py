@@ -174,7 +174,7 @@ def has_ended(folder):
 def run_command(name, argv, tree):
     """Run a command of the code in `tree` in a new process. Raises UserError if it fails."""
     done = subprocess.run([sys.executable, f'{tree}/{name}.py', *argv], capture_output=True,
-                          text=True)
+                          encoding='utf-8', errors='replace')
     if done.returncode:
         raise UserError(error_line(done.stderr) or f'exit code {done.returncode}')
 
@@ -381,16 +381,16 @@ def copy_sides(commit, folder):
     edited meanwhile → ({side: its folder}, short hash of the commit). The working tree is all
     tracked files, and new .py files. Raises UserError."""
     base, change = folder / 'base', folder / 'change'
-    git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
+    git = partial(subprocess.run, cwd=ROOT, capture_output=True)
     done = git(['git', 'archive', f'--output={base}.zip', commit])
     if done.returncode:
-        raise UserError(f'against={commit}: {done.stderr.strip()}')
+        raise UserError(f'against={commit}: {os.fsdecode(done.stderr).strip()}')
     shutil.unpack_archive(f'{base}.zip', base)
     with zipfile.ZipFile(f'{base}.zip') as archive:
         short_hash = archive.comment.decode()[:8]  # git stores the commit there
     tracked = git(['git', 'ls-files', '-z']).stdout
     new = git(['git', 'ls-files', '-z', '--others', '--exclude-standard', '*.py']).stdout
-    for name in (tracked + new).split('\0'):
+    for name in os.fsdecode(tracked + new).split('\0'):
         if (ROOT / name).is_file():  # a deleted file is still tracked
             (change / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, change / name)
@@ -400,9 +400,9 @@ def copy_sides(commit, folder):
 def changed_files(trees):
     """The files that differ between both sides: 'model.py +3 -1' (lines), or 'nothing'."""
     base, change = trees.values()
-    numbers = subprocess.run(
+    numbers = os.fsdecode(subprocess.run(
         ['git', 'diff', '--no-index', '--numstat', '--no-renames', '-z', base.name, change.name],
-        cwd=base.parent, capture_output=True, text=True).stdout
+        cwd=base.parent, capture_output=True).stdout)
     changed = []
     for added, removed, *names in re.findall('(\\S+)\t(\\S+)\t\0(.+?)\0(.+?)\0', numbers):
         name = names[0] if names[1] == '/dev/null' else names[1]

@@ -9,6 +9,7 @@ from itertools import pairwise
 from statistics import median
 
 from plaingpt.monitoring.run_record import column, rows_with
+from plaingpt.system.formatting import count_of
 
 # Thresholds. None was tuned to a single run. Every healthy run in test_diagnosis.py and
 # docs/references/ stays a factor of 2 or more away from each.
@@ -97,10 +98,11 @@ def overfit(rows, run):
     after_best = [row for row in evaluations if row['iter'] > best['iter']]
     if len(after_best) >= AFTER_BEST and last['train_loss'] <= best['train_loss'] \
             and last['val_loss'] >= best['val_loss'] + OVERFIT:
+        epochs = last['tokens'] / run['train_tokens']
         return (f'overfitting: the validation loss has risen since iteration {best["iter"]} (best '
                 f'{best["val_loss"]:.4f}, now {last["val_loss"]:.4f}) while the training loss fell '
                 f'to {last["train_loss"]:.4f}, after '
-                f'{last["tokens"] / run["train_tokens"]:.3g} epochs',
+                f'{count_of(f"{epochs:.3g}", "epoch")}',
                 'stop early with --patience, or use more text, a larger weight_decay, more dropout '
                 'or a smaller model; --checkpoint=best has the best weights')
 

@@ -10,7 +10,7 @@ from plaingpt.monitoring.references import compare, read_band
 from plaingpt.monitoring.run_record import column, read_rows, rows_with
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import write_atomically
-from plaingpt.system.formatting import GIB, duration, one_line, printable
+from plaingpt.system.formatting import GIB, count_of, duration, one_line, printable
 
 # Panels below the losses: title → key of a row, or the common prefix of the keys of all blocks
 PANELS = {'learning rate': 'lr', 'gradient norm before clipping': 'grad_norm',
@@ -56,7 +56,7 @@ def format_report(out_dir, rows, run):
         for iter_num in sorted({min(samples), max(samples)}):
             # Indented, since the sample may contain code fences.
             sample = textwrap.indent(samples[iter_num], '    ', lambda line: True)
-            paragraphs += [f'Sample after {iter_num:,} iterations:', sample]
+            paragraphs += [f'Sample after {count_of(iter_num, "iteration")}:', sample]
     return '\n\n'.join(paragraphs) + '\n'
 
 
@@ -65,7 +65,7 @@ def describe(name, rows, run):
     # The end of the run, or the last row of one that is still training or was killed.
     ends = [row for row in (*rows[-1:], run.get('end')) if row]
     last = max(ends, key=lambda row: row['iter'])
-    progress = [f'{name}: iteration {last["iter"]}, {last["tokens"]:,} tokens, '
+    progress = [f'{name}: iteration {last["iter"]}, {count_of(last["tokens"], "token")}, '
                 f'{duration(last["elapsed_s"])}']
     evaluations = rows_with(rows, 'val_loss')
     if evaluations:

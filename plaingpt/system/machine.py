@@ -28,7 +28,8 @@ def free_memory(root='/'):
 def cgroups(root):
     """The folders of this process's cgroups (version 2), innermost first."""
     try:
-        path = re.search('^0::/(.*)', Path(root, 'proc/self/cgroup').read_text(), re.M)
+        path = re.search('^0::/(.*)', os.fsdecode(Path(root, 'proc/self/cgroup').read_bytes()),
+                         re.M)
     except OSError:  # not Linux
         return []
     if not path:

@@ -11,6 +11,7 @@ from plaingpt.data import tokenizers
 from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, prepare_device
 from plaingpt.system.distributed import print0
 from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import count_of
 from plaingpt.training import checkpoint as checkpoints
 
 # Models with fewer channels generate on one thread: a second thread gains at most 6%, and on a busy
@@ -50,8 +51,8 @@ def gpt_config_from_weights(config, weights, dataset=None):
     gpt_config = replace(weights.config, dropout=config.dropout)
     if config.block_size > gpt_config.block_size:
         raise UserError(f'block_size={config.block_size}: {config.init_from} supports at most '
-                        f'{gpt_config.block_size} tokens; use --block_size={gpt_config.block_size} '
-                        'or less')
+                        f'{count_of(gpt_config.block_size, "token")}; use '
+                        f'--block_size={gpt_config.block_size} or less')
     base = dataset and dataset.tokenizer_json().get('base')  # the tokenizer inside a chat tokenizer
     if base and tokenizers.vocab_size_of(base) == gpt_config.vocab_size:
         gpt_config = replace(gpt_config, vocab_size=dataset.vocab_size)

@@ -41,7 +41,7 @@ from pages import (
     why_left_out,
 )
 from processes import ROOT, ranks, wait_until
-from sample_data import SHARED, write_tasks
+from sample_data import write_tasks
 
 import train
 from configurator import load_config
@@ -174,9 +174,7 @@ def follow(page, folder, trained, shorter=False):
     with pytest.MonkeyPatch.context() as patch, HUB.emptied(), ExitStack() as servers:
         patch.chdir(folder)
         patch.setenv('WANDB_MODE', 'offline')
-        patch.setenv('PYTHONPATH', str(ROOT))
-        if (SHARED / 'tiktoken_cache').exists():  # else it is downloaded
-            patch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
+        patch.setenv('PYTHONPATH', str(ROOT), prepend=os.pathsep)
         fill_hub(patch)
         if not (folder / 'book.txt').exists():
             write_own_files(folder, trained)

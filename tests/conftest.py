@@ -15,7 +15,7 @@ import tiktoken.load
 import torch
 from chat_model import train_chat_model
 from hub import HUB
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from processes import ROOT
 from runs import TINY
 from sample_data import openai_gpt2
@@ -24,7 +24,8 @@ import prepare
 import train
 from plaingpt.training import optimizers
 
-settings.register_profile('busy', deadline=None)  # the first example pays for imports
+# The first example pays for imports, and other programs may use the cores.
+settings.register_profile('busy', deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile('busy')
 
 

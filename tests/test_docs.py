@@ -40,7 +40,7 @@ from pages import (
     text_of,
     why_left_out,
 )
-from processes import ROOT, ranks, wait_until
+from processes import PATIENCE_S, ROOT, ranks, wait_until
 from sample_data import write_tasks
 
 import train
@@ -241,7 +241,7 @@ def run_shell(lines):
     """Give commands at the same time → (exit code of the last, all that they printed)."""
     started = [subprocess.Popen(line, shell=True, text=True, stdout=subprocess.PIPE,
                                 stderr=subprocess.STDOUT) for line in lines]
-    output = ''.join(process.communicate(timeout=300)[0] for process in started)
+    output = ''.join(process.communicate(timeout=PATIENCE_S)[0] for process in started)
     return max(process.returncode for process in started), output
 
 

@@ -310,6 +310,13 @@ def test_the_commands_of_a_page_work(page, trained, after_readme, tmp_path):
     follow(page, tmp_path / 'plaingpt', trained)  # asserts
 
 
+@pytest.mark.parametrize('page', PAGES)
+def test_a_precision_is_shown_only_where_the_command_names_it_or_a_gpu(page):
+    for command in all_commands(page):
+        if re.search(r'float(16|32)', ' '.join(command.output)):
+            assert re.search(r'--(dtype|gpu)', command.line), command.line
+
+
 @pytest.mark.parametrize('pattern', LEFT_OUT)
 def test_what_is_left_out_is_on_a_page(pattern):
     assert any(re.search(pattern, command.line) for page in PAGES for command in all_commands(page))

@@ -41,6 +41,7 @@ from pages import (
     why_left_out,
 )
 from processes import PATIENCE_S, ROOT, ranks, wait_until
+from runs import tick
 from sample_data import write_tasks
 
 import train
@@ -174,6 +175,7 @@ def follow(page, folder, trained, shorter=False):
     with pytest.MonkeyPatch.context() as patch, HUB.emptied(), ExitStack() as servers:
         patch.chdir(folder)
         patch.setenv('WANDB_MODE', 'offline')
+        tick(patch)
         patch.setenv('PYTHONPATH', str(ROOT), prepend=os.pathsep)
         fill_hub(patch)
         if not (folder / 'book.txt').exists():

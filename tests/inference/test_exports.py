@@ -11,13 +11,13 @@ import yaml
 from foreign_models import STRANGE, in_transformers, opened, shaken, tokens
 from processes import ROOT
 from runs import TINY, same_logits
-from test_gguf import tokenizer_of
 
 import export
 import train
 from configurator import load_config
 from model import GPT, GPTConfig
 from plaingpt.data import tokenizers
+from plaingpt.data.tokenizer_choice import make_tokenizer
 from plaingpt.inference.generation import check_cache, generate
 from plaingpt.inference.gguf_export import write_gguf
 from plaingpt.inference.hf_export import hf_tokenizer, write_hf
@@ -170,10 +170,10 @@ def test_the_card_of_an_export_has_the_facts_of_the_run(exported_run, char_data)
 
 @pytest.mark.parametrize('kind', [
     'char', 'byte', 'bpe:700', pytest.param('gpt2', marks=pytest.mark.slow)])
-def test_an_exported_tokenizer_agrees_in_transformers(kind, text_file, tmp_path, request):
+def test_an_exported_tokenizer_agrees_in_transformers(kind, text_file, tmp_path):
     from transformers import AutoTokenizer
     text = text_file.read_text(encoding='utf-8')
-    ours = tokenizer_of(kind, request, [text, *STRANGE])
+    ours = make_tokenizer(kind, [text, *STRANGE])
     theirs = AutoTokenizer.from_pretrained(
         exported(tmp_path / 'a', shaken(vocab_size=ours.vocab_size), ours))
     assert theirs.eos_token_id == ours.end_of_text
@@ -183,5 +183,8 @@ def test_an_exported_tokenizer_agrees_in_transformers(kind, text_file, tmp_path,
         assert theirs.decode(ids) == piece
     if ours.end_of_text is not None:
         assert theirs.encode('a<|endoftext|>')[-1] == ours.end_of_text
-    if kind == 'gpt2':
-        assert hf_tokenizer(ours)['model']['merges'][-1] == 'Ġg azed'  # as it is published
+
+
+@pytest.mark.slow
+def test_the_merges_of_gpt2_are_as_published(real_gpt2):
+    assert hf_tokenizer(tokenizers.GPT2Tokenizer())['model']['merges'][-1] == 'Ġg azed'

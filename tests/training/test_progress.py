@@ -1,11 +1,10 @@
 """How far a run is, by iterations or by the time of --minutes."""
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
 from processes import fails, launch
-from runs import change_steps, lines
+from runs import change_steps, lines, set_clock, tick
 
 import train
 from configurator import load_config
@@ -13,8 +12,7 @@ from plaingpt.monitoring import metrics
 from plaingpt.monitoring.health import Health
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import dtype_choice, progress
-from plaingpt.training import start as start_module
+from plaingpt.training import dtype_choice
 from plaingpt.training.checkpoint import Saver
 from plaingpt.training.film import Film
 from plaingpt.training.progress import MinuteClock, make_clock
@@ -51,22 +49,12 @@ class Machine:
             iter_num += 1
 
 
-@pytest.fixture
-def set_clock(monkeypatch):
-    """set_clock(perf_counter): a run of minutes looks at this clock."""
-    def set_clock(perf_counter):
-        clock = SimpleNamespace(perf_counter=perf_counter)
-        monkeypatch.setattr(progress, 'time', clock)
-        monkeypatch.setattr(start_module, 'time', clock)
-    return set_clock
-
-
 @pytest.mark.parametrize('step_s', [
     lambda now: 0.1, lambda now: 0.1 if now < 40 else 0.3,
     lambda now: 0.2 if int(now) % 7 < 3 else 0.1], ids=['steady', 'busier', 'now and then'])
-def test_a_run_of_minutes_ends_in_time_with_its_schedule_complete(step_s, set_clock):
+def test_a_run_of_minutes_ends_in_time_with_its_schedule_complete(step_s, monkeypatch):
     machine = Machine(step_s)
-    set_clock(machine.perf_counter)
+    set_clock(monkeypatch, machine.perf_counter)
     machine.train()
     assert machine.now == pytest.approx(100, abs=1)
     assert len(machine.evaluated_at) == 11
@@ -74,9 +62,9 @@ def test_a_run_of_minutes_ends_in_time_with_its_schedule_complete(step_s, set_cl
     assert machine.rates[-1] < 6.2e-5
 
 
-def test_evaluations_that_take_long_come_less_often(set_clock):
+def test_evaluations_that_take_long_come_less_often(monkeypatch):
     machine = Machine(lambda now: 0.1, evaluation_s=8.0)
-    set_clock(machine.perf_counter)
+    set_clock(monkeypatch, machine.perf_counter)
     machine.train()
     assert len(machine.evaluated_at) <= 3
     assert machine.now == pytest.approx(100, abs=1)
@@ -88,8 +76,8 @@ def test_evaluations_that_take_long_come_less_often(set_clock):
     (('auto', 5), 10, 240, (5, -60)), (('auto', 0), 10, 240, (10, 240)),
     (('resume', 0), 10, 240, (10, 240)), (('resume', 3), 10, 240, (9, 180)),
     (('resume', 2), 0, None, (12, 120))])
-def test_minutes_are_added_by_resume_alone(command, saved, left_s, expected, set_clock):
-    set_clock(lambda: 0.0)
+def test_minutes_are_added_by_resume_alone(command, saved, left_s, expected, monkeypatch):
+    set_clock(monkeypatch, lambda: 0.0)
     checkpoint = SimpleNamespace(state={'left_s': left_s, 'elapsed_s': 600.0},
                                  settings=lambda: {'minutes': saved})
     start = SimpleNamespace(resumed=True, weights=checkpoint, started_at=0.0)
@@ -103,10 +91,8 @@ def test_minutes_are_added_by_resume_alone(command, saved, left_s, expected, set
 
 
 @pytest.fixture
-def ticking(set_clock):
-    """Each look at the clock takes a tenth of a second."""
-    ticks = itertools.count()
-    set_clock(lambda: next(ticks) / 10)
+def ticking(monkeypatch):
+    tick(monkeypatch)
 
 
 @pytest.fixture
@@ -204,7 +190,7 @@ def test_a_resumed_run_on_own_text_keeps_its_size(init_from, trained):
 
 
 @pytest.mark.slow
-def test_all_processes_take_the_settings_of_rank_0(tiny, tmp_path):
+def test_all_processes_take_the_settings_of_rank_0(tiny, tmp_path, ticking):
     (tmp_path / 'recipe.py').write_text(
         'import os\nn_embd = 32 * (1 + int(os.environ["RANK"]))\n')
     words = [word for word in tiny if not word.startswith('--n_embd')]

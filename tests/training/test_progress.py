@@ -127,9 +127,9 @@ def test_too_few_minutes_are_refused_before_the_first_step(
     assert not list(tmp_path.rglob('checkpoints/iter-*'))
 
 
-def test_the_clock_of_a_judged_run_counts_nothing_but_steps(tiny, tmp_path, set_clock, monkeypatch):
+def test_the_clock_of_a_judged_run_counts_nothing_but_steps(tiny, tmp_path, monkeypatch):
     clock = SimpleNamespace(perf_counter=lambda: clock.now, now=0.0)
-    set_clock(clock.perf_counter)
+    set_clock(monkeypatch, clock.perf_counter)
     monkeypatch.setattr(metrics, 'time', clock)
 
     def takes(seconds, owner, name):

@@ -15,6 +15,7 @@ from plaingpt.data.foreign_tokenizer import (
     PRINTABLE,
     TEMPLATE_FILE,
     ForeignTokenizer,
+    added_token,
 )
 from plaingpt.data.tokenizers import IdsTokenizer, WordTokenizer, is_chat
 from plaingpt.inference.generation import check_cache
@@ -175,11 +176,6 @@ def hf_tokenizer(tokenizer):
         'model': {'type': 'BPE', 'vocab': vocab | special, 'merges': merges,
                   'ignore_merges': kind in ('gpt2', 'bpe')},  # like tiktoken: whole tokens first
     }
-
-
-def added_token(i, text):
-    return {'id': i, 'content': text, 'single_word': False, 'lstrip': False, 'rstrip': False,
-            'normalized': False, 'special': True}
 
 
 def find_merges(tokens):

@@ -108,7 +108,10 @@ def load(choice):
         from plaingpt.data.chat_tokenizer import as_chat
         description = as_chat(description, source)
     if description is None:
-        raise UserError(f'{source} has no tokenizer: pass the one that it was trained with '
+        from plaingpt.data.foreign_tokenizer import UNSUPPORTED
+        files = ', '.join(weights.tokenizer_files)
+        reason = f'has {files}: {UNSUPPORTED}' if files else 'has no tokenizer'
+        raise UserError(f'{source} {reason}: pass the one that it was trained with '
                         f'({model.config.vocab_size} tokens) as --tokenizer=data/NAME, a run, '
                         'a model, gpt2 or byte')
     tokenizer = tokenizers.from_json(description)

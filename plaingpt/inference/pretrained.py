@@ -21,8 +21,8 @@ from plaingpt.data.foreign_tokenizer import (
 )
 from plaingpt.inference.hf_architectures import READABLE, without_padding
 from plaingpt.inference.torch_files import find_state_dict, load_torch, read_checkpoint
-from plaingpt.system.distributed import local_rows
-from plaingpt.system.errors import UserError, warn
+from plaingpt.system.distributed import local_rows, print0
+from plaingpt.system.errors import UserError
 from plaingpt.system.files import is_hub_name, read_json
 from plaingpt.weights import PRETRAINED, check_finite, init_new_tokens
 
@@ -144,8 +144,8 @@ class Pretrained:
             return read_tokenizer(self.folder, vocab_size)
         if vocab_size != 50257:
             return None
-        warn(f"{self.source} has no tokenizer: using GPT-2's, which has as many tokens as the model"
-             '; choose another with --tokenizer')
+        print0(f"{self.source} has no tokenizer: using GPT-2's, which has as many tokens as the "
+               'model; choose another with --tokenizer')
         return gpt2
 
 

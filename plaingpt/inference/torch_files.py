@@ -10,6 +10,8 @@ from model import VOCAB_WEIGHTS, GPTConfig
 from plaingpt.inference.hf_architectures import SIZES, without_padding
 from plaingpt.system.errors import UserError
 
+LLAMA2C_ARGS = {'dim', 'n_layers', 'multiple_of', 'max_seq_len'}
+
 
 class PickledConfig:
     """Stands in for the class GPTConfig that a checkpoint of build-nanogpt names."""
@@ -71,42 +73,41 @@ def read_checkpoint(path):
 
 def read_config(checkpoint, weights, path):
     """The GPTConfig of a checkpoint. Raises UserError."""
-    if isinstance(checkpoint.get('model_args'), dict):  # nanoGPT
-        args, known, mlp = checkpoint['model_args'], (*SIZES, 'bias', 'dropout'), 'gelu_erf'
-    elif isinstance(checkpoint.get('config'), PickledConfig):  # build-nanogpt
-        args, known, mlp = vars(checkpoint['config']), SIZES, 'gelu'
+    args, config = checkpoint.get('model_args'), checkpoint.get('config')
+    if isinstance(args, dict) and not args.keys() >= LLAMA2C_ARGS:
+        known, mlp = (*SIZES, 'bias', 'dropout'), 'gelu_erf'  # nanoGPT
+    elif isinstance(config, PickledConfig):
+        args, known, mlp = vars(config), SIZES, 'gelu'  # build-nanogpt
     else:
-        args = None
-    if args is None or 'n_layers' in args:
         raise UserError(f'{path}: {describe(checkpoint, weights)}')
-    unknown = [f'{name}={args[name]!r}'[:40] for name in args if name not in known]
+    unknown = [f'{name}={value!r}'[:40] for name, value in args.items() if name not in known]
     if unknown:
-        raise UserError(f'{path}: its configuration has {", ".join(unknown)}, which nanoGPT does '
-                        'not have: a fork of it, which may compute something else. Convert it to '
-                        'the Hugging Face layout, or train the model here')
-    bias = args.get('bias', True)  # the first versions of nanoGPT had no choice
-    for name, value, kind in [*((name, args.get(name), int) for name in SIZES),
-                              ('bias', bias, bool)]:
-        if type(value) is not kind or (kind is int and value < 1):
-            raise UserError(f'{path}: its configuration has {name}={value!r}; expected '
-                            f'{"a positive integer" if kind is int else "True or False"}')
-    config = GPTConfig(**{name: args[name] for name in SIZES}, bias=bias, mlp=mlp)
-    for conflict in config.conflicts():
+        raise UserError(f'{path}: the configuration has {", ".join(unknown)}, which nanoGPT does '
+                        'not have: a fork wrote it, and its model may compute something else; '
+                        'convert it to the Hugging Face layout, or train it here')
+    values = {'bias': True, **args}  # the first versions of nanoGPT always had biases
+    for name in SIZES:
+        if type(values.get(name)) is not int or values[name] < 1:
+            raise UserError(f'{path}: the configuration has {name}={values.get(name)!r}; expected '
+                            'a positive integer')
+    if type(values['bias']) is not bool:
+        raise UserError(f'{path}: the configuration has bias={values["bias"]!r}; expected True or '
+                        'False')
+    gpt_config = GPTConfig(**{name: values[name] for name in (*SIZES, 'bias')}, mlp=mlp)
+    for conflict in gpt_config.conflicts():
         raise UserError(f'{path}: {conflict}')
-    return config
+    return gpt_config
 
 
 def describe(checkpoint, weights):
-    """What a checkpoint that we cannot open is, and what to do."""
-    if 'model_args' in checkpoint:
+    """What a checkpoint of another program is, and what to do."""
+    if isinstance(checkpoint.get('model_args'), dict):
         return 'a checkpoint of llama2.c; convert it to a folder with its export.py --version=-1'
     if any('.norm_1.' in name for name in weights):
         return 'a checkpoint of LitGPT; convert it with litgpt convert_from_litgpt, and put the ' \
                "result as pytorch_model.bin beside the model's config.json"
-    if 'code' in checkpoint:
+    if {'code', 'optimizers'} <= checkpoint.keys():
         return 'a checkpoint of modded-nanogpt, whose architecture is not supported'
-    if 'model' in checkpoint or 'state_dict' in checkpoint:
-        return 'it has no model_args, as a checkpoint of nanoGPT has: sizes such as n_head are ' \
-               'not known'
-    return 'weights without a configuration; put them as pytorch_model.bin beside a config.json ' \
-           'in the Hugging Face layout, or save {"model": …, "model_args": …} as nanoGPT does'
+    return 'weights without model_args, the configuration in a checkpoint of nanoGPT: n_head and ' \
+           'more is not known; put them as pytorch_model.bin beside a config.json in the Hugging ' \
+           'Face layout'

@@ -68,7 +68,10 @@ def check_tokenizer(config, weights, dataset):
     matching = [tokenizers.vocabulary_of(data_tokenizer)]
     if base := data_tokenizer.get('base'):  # the tokenizer inside a chat tokenizer
         matching.append(tokenizers.vocabulary_of(base))
-    if model_tokenizer is not None and tokenizers.vocabulary_of(model_tokenizer) not in matching:
+    if model_tokenizer is None:
+        print0(f'{weights.source}: its tokenizer is not known, so it was not compared with that of '
+               f'{dataset.folder}')
+    elif tokenizers.vocabulary_of(model_tokenizer) not in matching:
         raise UserError(f'{weights.source} was trained with a different tokenizer than that of '
                         f'{dataset.folder}: prepare the data with --tokenizer={config.init_from}')
     print0(f'{weights.source}: starting from these weights with a fresh optimizer, step count and '

@@ -225,7 +225,7 @@ def test_a_model_without_a_tokenizer_says_that_gpt2s_is_used(tmp_path, capsys, g
         path.unlink()
     _, tokenizer, _ = load(ModelChoice(str(tmp_path)))
     assert tokenizer.to_json() == {'kind': 'gpt2'}
-    [line] = capsys.readouterr().err.splitlines()
+    [line] = capsys.readouterr().out.splitlines()
     assert '--tokenizer' in line
 
 

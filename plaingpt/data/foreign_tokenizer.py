@@ -21,14 +21,11 @@ OUR_TOKENIZER = 'plaingpt_tokenizer.json'  # in an exported folder: to_json() of
 TEMPLATE_FILE = 'chat_template.jinja'
 FILES = ('tokenizer.json', 'tokenizer_config.json', 'generation_config.json',
          'special_tokens_map.json', TEMPLATE_FILE)
-# Also files of tokenizers that cannot be read, to say so
+# also of tokenizers that are not supported, to name them
 TOKENIZER_PATTERNS = ('*tokenizer*', 'vocab.*', 'merges.txt', 'added_tokens.json',
                       'special_tokens_map.json', '*.model', '*.tiktoken')
 TOKENIZER_FILES = ('config.json', 'generation_config.json', TEMPLATE_FILE, *TOKENIZER_PATTERNS)
-UNSUPPORTED = 'this kind of tokenizer is not supported, but a byte-level BPE as tokenizer.json, ' \
-              'and vocab.json with merges.txt of a GPT-2'
-SPECIAL_TOKENS = ('bos_token', 'eos_token', 'unk_token', 'pad_token', 'sep_token', 'cls_token',
-                  'mask_token')
+SUPPORTED = 'a byte-level BPE in tokenizer.json, or vocab.json and merges.txt of a GPT-2'
 # GPT-2's vocabulary files write each of the 256 bytes as a printable character.
 UNCHANGED = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes printed as themselves
 PRINTABLE = {byte: chr(byte) for byte in UNCHANGED} \
@@ -98,8 +95,8 @@ def gpt2_tokenizer_json(folder, tokenizer_config):
             added[name] = added_token(i, name, special=False)
     for i, token in tokenizer_config.get('added_tokens_decoder', {}).items():
         added[token['content']] = added_token(int(i), **token)
-    special_tokens = [tokenizer_config.get(name, '<|endoftext|>') for name in SPECIAL_TOKENS]
-    special_tokens += tokenizer_config.get('additional_special_tokens') or []
+    special_tokens = ['<|endoftext|>', *(tokenizer_config.get('additional_special_tokens') or ())]
+    special_tokens += [value for key, value in tokenizer_config.items() if key.endswith('_token')]
     for token in special_tokens:
         token = token if isinstance(token, dict) else {'content': token}
         name = token['content']

@@ -13,8 +13,8 @@ from plaingpt.data.chat_tokenizer import as_chat
 from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.data.encoding import utf8_bytes
 from plaingpt.data.foreign_tokenizer import (
+    SUPPORTED,
     TOKENIZER_FILES,
-    UNSUPPORTED,
     download,
     find_tokenizer_files,
     read_tokenizer,
@@ -55,7 +55,7 @@ def describe_tokenizer(name):
         states = [*folder.glob('state.json'), *folder.glob('checkpoints/iter-*/state.json')]
         description = read_json(states[-1])['tokenizer'] if states else read_tokenizer(folder)
         if not description and (files := find_tokenizer_files(folder)):
-            raise UserError(f'tokenizer={name}: {", ".join(files)}: {UNSUPPORTED}')
+            raise UserError(f'tokenizer={name}: {", ".join(files)}: expected {SUPPORTED}')
     if not description:
         raise UserError(f'tokenizer={name}: expected auto, {NAMES}, or a prepared dataset, a run '
                         'or a model')

@@ -46,11 +46,11 @@ def find_state_dict(content, path):
     weights = content
     if isinstance(content, dict):
         weights = content.get('model', content.get('state_dict', content))
-    if not isinstance(weights, dict) or not weights \
+    if not isinstance(weights, dict) \
             or not all(isinstance(w, torch.Tensor) for w in weights.values()):
         keys = ', '.join(map(str, content)) if isinstance(content, dict) else type(content).__name__
         raise UserError(f"{path}: expected the weights, or a dict with them as 'model' or "
-                        f"'state_dict'; found {keys[:200] or 'nothing'}")
+                        f"'state_dict'; found {keys[:200]}")
     return {re.sub(r'^(_orig_mod\.|module\.)*', '', str(name)): w for name, w in weights.items()}
 
 

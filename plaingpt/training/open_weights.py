@@ -111,12 +111,11 @@ def load(choice):
         from plaingpt.data.chat_tokenizer import as_chat
         description = as_chat(description, source)
     if description is None:
-        from plaingpt.data.foreign_tokenizer import UNSUPPORTED
-        files = ', '.join(weights.tokenizer_files)
-        reason = f'has {files}: {UNSUPPORTED}' if files else 'has no tokenizer'
-        raise UserError(f'{source} {reason}: pass the one that it was trained with '
-                        f'({model.config.vocab_size} tokens) as --tokenizer=data/NAME, a run, '
-                        'a model, gpt2 or byte')
+        from plaingpt.data.foreign_tokenizer import SUPPORTED
+        found = ', '.join(weights.tokenizer_files) or 'none'
+        raise UserError(f'{source} has no supported tokenizer ({SUPPORTED}; found {found}): pass '
+                        f'the one that it was trained with ({model.config.vocab_size} tokens) as '
+                        '--tokenizer=data/NAME, a run, a model, gpt2 or byte')
     tokenizer = tokenizers.from_json(description)
     if tokenizer.vocab_size != model.config.vocab_size:
         raise UserError(f'{source} has a vocabulary of {model.config.vocab_size} tokens, but its '

@@ -12,7 +12,13 @@ from plaingpt.data import tokenizers
 from plaingpt.data.chat_tokenizer import as_chat
 from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.data.encoding import utf8_bytes
-from plaingpt.data.foreign_tokenizer import TOKENIZER_FILES, download, read_tokenizer
+from plaingpt.data.foreign_tokenizer import (
+    SUPPORTED,
+    TOKENIZER_FILES,
+    download,
+    find_tokenizer_files,
+    read_tokenizer,
+)
 from plaingpt.data.text_files import find_boundary
 from plaingpt.data.tokenizers import BPETokenizer, CharTokenizer
 from plaingpt.system.errors import UserError, progress_bar
@@ -48,6 +54,8 @@ def describe_tokenizer(name):
         folder = Path(download(name, TOKENIZER_FILES) if is_hub_name(name) else name)
         states = [*folder.glob('state.json'), *folder.glob('checkpoints/iter-*/state.json')]
         description = read_json(states[-1])['tokenizer'] if states else read_tokenizer(folder)
+        if not description and (files := find_tokenizer_files(folder)):
+            raise UserError(f'tokenizer={name}: {", ".join(files)}: expected {SUPPORTED}')
     if not description:
         raise UserError(f'tokenizer={name}: expected auto, {NAMES}, or a prepared dataset, a run '
                         'or a model')

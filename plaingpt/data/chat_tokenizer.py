@@ -147,6 +147,8 @@ class ChatTokenizer:
         reply_header = turn[len(prompt):].partition(MARK)[0]
         if prompt == question and self.control.search(reply_header):
             raise UserError('its chat template ignores add_generation_prompt')
+        self.reply_space = reply_header if reply_header.isspace() else ''
+        self.prompt_end = self.ids_of(prompt.partition(MARK)[2]).tolist()
         user_header = two_turns[len(turn):].partition(MARK)[0].lstrip('\n')
         self._find_bos(two_turns, user_header)
         # Data of version 1.0 does not mark where users speak, but these ids do. Without line breaks
@@ -270,6 +272,11 @@ class ChatTokenizer:
     def encode_prompt(self, messages):
         """The ids of `messages` and of the header of the assistant's reply."""
         return self.ids_of(self.render(self.escape(messages), True))
+
+    def space_after(self, prompt):
+        """The white space that the template writes between this prompt (ids) and the reply."""
+        is_complete = prompt[-len(self.prompt_end):] == self.prompt_end
+        return self.reply_space if is_complete else ''
 
     def decode(self, ids):
         """Invalid UTF-8, such as an incomplete character, becomes U+FFFD."""

@@ -117,13 +117,14 @@ def without_starts(folder):
 
 @pytest.mark.parametrize('name', ['chatml', 'llama3'])
 def test_data_of_version_1_0_gives_the_same_batches(name, tmp_path):
-    now = prepared(FORMS[name], CONVERSATIONS, tmp_path)
-    before = without_starts(tmp_path / 'd')
-    for block_size in (130, 300):
-        sequences = [[(loader.layout(start), loader._on_host(np.array([start]))[1].tolist())
-                      for start in loader.first_starts] for loader in (
-            dataset.loader('train', block_size, 1) for dataset in (now, before))]
-        assert sequences[0] == sequences[1]
+    def batches(dataset, block_size):
+        loader = dataset.loader('train', block_size, 1)
+        return [part.tolist() for part in loader._on_host(loader.first_starts)]
+
+    dataset = prepared(FORMS[name], CONVERSATIONS, tmp_path)
+    expected = [batches(dataset, block_size) for block_size in (130, 300)]
+    dataset = without_starts(tmp_path / 'd')
+    assert [batches(dataset, block_size) for block_size in (130, 300)] == expected
 
 
 def test_data_of_version_1_0_in_which_every_turn_is_a_conversation_is_prepared_again(tmp_path):

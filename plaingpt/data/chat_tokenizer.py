@@ -128,9 +128,7 @@ class ChatTokenizer:
         names = '|'.join(map(re.escape, self.ids)) or '(?!)'  # '(?!)' never matches
         self.control = re.compile(f'({names})')
         self._find_turn_tokens()
-        self.stop_ids = base.stop_ids | {self.end_of_turn, *self.roles.values()}
-        if self.bos_id is not None:
-            self.stop_ids |= {self.bos_id}
+        self.stop_ids = base.stop_ids | {self.bos_id, self.end_of_turn, *self.roles.values()}
         if self.has_own_template():
             self.stop_ids |= {*self.ids.values()}
 
@@ -162,16 +160,18 @@ class ChatTokenizer:
 
     def _find_bos(self, two_turns, user_header):
         """Find the token in front of each conversation: the template's BOS token, or where it has
-        none end_of_text, which the model does not read at the start of a sequence."""
+        none a token that is in no conversation."""
         controls = self.control.findall(two_turns)
         opening = two_turns.partition(MARK)[0].removesuffix(user_header)
         has_text = self.control.sub('', opening).strip()  # a default system message
         is_bos = opening.startswith(controls[0]) and controls.count(controls[0]) == 1 and (
             not has_text or controls[0] == self.template_variables.get('bos_token'))
+        self.adds_bos = not is_bos  # the model does not read it at the start of a sequence
         self.bos_id = self.ids[controls[0]] if is_bos else self.base.end_of_text
-        if not is_bos and self.bos_id in [self.ids[name] for name in controls]:
-            self.bos_id = None  # it occurs within conversations
-        self.adds_bos = not is_bos and self.bos_id is not None
+        if self.adds_bos and self.bos_id in [None, *(self.ids[name] for name in controls)]:
+            self.bos_id = self.base.unused_id
+        if self.bos_id is None:
+            raise UserError('its tokenizer has no token to put between conversations')
         self.end_of_text = self.bos_id  # each conversation is a document
 
     def has_own_template(self):

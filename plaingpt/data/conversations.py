@@ -150,7 +150,8 @@ class ConversationReader:
             name = first_match(LISTS, row)
             if name:
                 raise Unusable(where, f'{name} is not a list of messages',
-                               f': {as_json(row[name])}')
+                               f': {as_json(row[name])}; for two columns of text, set --prompt '
+                               'and --completion')
             raise Unusable(where, 'cannot find question and answer columns',
                            f' among {list_columns(row)}: set them with --prompt and --completion')
         if row.get('label') is False:

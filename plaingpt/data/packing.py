@@ -84,7 +84,6 @@ class PackedLoader(BatchLoader):
         self.dropped_tokens = int(sizes[~has_targets].sum())
         self.starts, self.sizes = starts[has_targets], sizes[has_targets]
         self.with_bos, targets = with_bos[has_targets], targets[has_targets]
-        self.is_first = np.isin(self.starts, stream.conversation_starts)
         if not len(targets):
             raise UserError(f'{stream.files[0].path}: no sequence contains a token of a reply with '
                             f'block_size={self.block_size}; raise --block_size')
@@ -123,7 +122,7 @@ class PackedLoader(BatchLoader):
 
     def question_prompts(self, n):
         """The ids of up to n conversations, each up to its first reply in the loss."""
-        first_pieces, prompts = np.flatnonzero(self.is_first), []
+        first_pieces, prompts = np.flatnonzero(~self.with_bos), []
         skipped = 1 if self.stream.tokenizer.adds_bos else 0
         n = min(n, len(first_pieces))
         for i in first_pieces[np.linspace(0, len(first_pieces) - 1, n).astype(np.int64)]:
@@ -149,15 +148,13 @@ class PackedLoader(BatchLoader):
 
     def _on_host(self, starts):
         shape, stream = (len(starts), self.block_size + 1), self.stream  # (B, T+1)
-        bos_id, end_of_turn = stream.tokenizer.bos_id, stream.tokenizer.end_of_turn
-        tokens = np.full(shape, end_of_turn if bos_id is None else bos_id)
-        loss_mask = np.zeros(shape, bool)
+        tokens, loss_mask = np.full(shape, stream.tokenizer.bos_id), np.zeros(shape, bool)
         for row, in_loss, start in zip(tokens, loss_mask, starts, strict=True):
             for column, first, n in self.layout(start):
                 row[column:column + n] = stream.read(first, n)
                 in_loss[column + 1:column + n] = stream.loss_mask.read(first, n)[1:]
             # The padding starts with one BOS token, so that it is one document.
-            row[column + n + 1:] = end_of_turn
+            row[column + n + 1:] = stream.tokenizer.end_of_turn
         idx = torch.from_numpy(tokens[:, :-1].copy())
         targets = torch.from_numpy(tokens[:, 1:].copy())
         targets[torch.from_numpy(~loss_mask[:, 1:])] = -1
@@ -174,7 +171,7 @@ class PackedLoader(BatchLoader):
         conversations = len(self.stream.conversation_starts)
         return f'{conversations:,} conversations in {self.sequences_per_epoch:,} ' \
                f'sequences, {1 - used / capacity:.1%} padding, {int(self.num_targets.sum()):,} ' \
-               f'tokens in the loss; {int((~self.is_first).sum()):,} splits to fit block_size; ' \
+               f'tokens in the loss; {int(self.with_bos.sum()):,} splits to fit block_size; ' \
                f'dropped {self.dropped_tokens:,} tokens without a reply'
 
 
@@ -188,14 +185,13 @@ def find_subsequence(subsequence, ids):
 
 def split_conversations(stream, length):
     """Split conversations that are longer than `length` tokens into pieces. Each piece after the
-    first is preceded by a BOS token, if there is one, which counts in its length. A piece that
-    starts within a reply repeats one token, which predicts the next.
+    first is preceded by a BOS token, which counts in its length. A piece that starts within a reply
+    repeats one token, which predicts the next.
 
     → (first token of each piece, number of tokens, whether a BOS token precedes it)
     """
     starts = stream.conversation_starts
     sizes = np.append(starts[1:], len(stream)) - starts
-    has_bos = stream.tokenizer.bos_id is not None
     may_repeat = stream.has_starts and length > 2  # data of version 1.0 is split as in 1.0
     pieces = []
     for i in np.flatnonzero(sizes > length):
@@ -209,8 +205,8 @@ def split_conversations(stream, length):
             start = piece_end
             if may_repeat and stream.loss_mask.read(start, 1)[0]:
                 start -= 1
-            with_bos, max_size = has_bos, length - 1 if has_bos else length
-        pieces.append((start, end - start, with_bos))
+            with_bos, max_size = True, length - 1
+        pieces.append((start, end - start, True))
     unsplit = np.stack([starts, sizes, np.zeros_like(starts)], 1)[sizes <= length]
     table = np.concatenate([unsplit, np.array(pieces, np.int64).reshape(-1, 3)])
     starts, sizes, with_bos = table[np.argsort(table[:, 0])].T

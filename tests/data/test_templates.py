@@ -101,16 +101,21 @@ def test_a_reply_stops_at_the_token_that_was_learned(name, dataset):
     end = expected(name)[0][1][-4:]
     assert tokenizer.decode([tokenizer.end_of_turn]).endswith(end)
     assert tokenizer.end_of_turn in tokenizer.stop_ids
-    assert tokenizer.stop_ids <= {*tokenizer.ids.values()}  # no token of text
+    assert tokenizer.stop_ids <= {tokenizer.bos_id, *tokenizer.ids.values()}  # none of text
 
 
 def without_starts(folder):
-    """Change a dataset to what version 1.0 wrote, which marked only what is in the loss."""
+    """Change a dataset to what version 1.0 wrote: it marked only what is in the loss, and put the
+    end-of-text token between conversations, whatever else it stands for."""
     meta = json.loads((folder / 'meta.json').read_text())
+    tokenizer = open_dataset(folder).tokenizer()
     for split, entry in meta['splits'].items():
-        path = folder / f'{split}_mask.bin'
-        path.write_bytes(bytes(byte == 1 for byte in path.read_bytes()))
-        entry['files'][0]['mask_sha256'] = sha256_of(path)
+        tokens, mask = folder / f'{split}.bin', folder / f'{split}_mask.bin'
+        ids = np.fromfile(tokens, '<u2')
+        ids[ids == tokenizer.bos_id] = tokenizer.base.end_of_text
+        ids.tofile(tokens)
+        mask.write_bytes(bytes(byte == 1 for byte in mask.read_bytes()))
+        entry['files'][0] |= {'sha256': sha256_of(tokens), 'mask_sha256': sha256_of(mask)}
     (folder / 'meta.json').write_text(json.dumps(meta))
     return open_dataset(folder)
 

@@ -195,7 +195,8 @@ def prepare_text(name, corpus, folder, config):
     if not is_tokenizer_name(tokenizer_name):
         existing = load_tokenizer(tokenizer_name, for_chat)
     if for_chat:
-        reader = ConversationReader((config.prompt, config.completion) if config.prompt else ())
+        columns = (config.prompt, config.completion) if config.prompt else ()
+        reader = ConversationReader(columns, tokenizer=existing if is_chat(existing) else None)
     else:
         reader = TextReader(config.text_field or corpus.text_field, separators_for(existing))
     source = open_source(name, corpus, config, folder, reader)

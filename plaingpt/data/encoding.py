@@ -44,7 +44,7 @@ class Encoded(NamedTuple):
     ids: np.ndarray
     documents: int
     bytes: int  # of the text, as UTF-8
-    loss_mask: np.ndarray | None = None  # conversations: 1 for each id that counts in the loss
+    marks: np.ndarray | None = None  # conversations: see ChatTokenizer.mark_conversation
 
 
 def write_tokens(source, tokenizer, job, options):
@@ -160,7 +160,7 @@ class TextEncoder:
 
 @dataclass(frozen=True)
 class ConversationEncoder:
-    """Encodes batches of conversations in JSON, with their loss masks."""
+    """Encodes batches of conversations in JSON, with the marks of their tokens."""
 
     tokenizer: object
     dtype: np.dtype
@@ -173,13 +173,13 @@ class ConversationEncoder:
                              if piece_split == split]
             if not conversations:
                 continue
-            pairs = [self.tokenizer.encode_conversation(messages) for messages in conversations]
+            pairs = [self.tokenizer.mark_conversation(messages) for messages in conversations]
             ids = np.concatenate([ids for ids, _ in pairs])
-            loss_mask = np.concatenate([loss_mask for _, loss_mask in pairs])
+            marks = np.concatenate([marks for _, marks in pairs])
             size = sum(utf8_bytes(message['content'])
                        for messages in conversations for message in messages)
             encoded[split] = Encoded(ids.astype(self.dtype), len(conversations), size,
-                                     loss_mask.astype('u1'))
+                                     marks.astype('u1'))
         return encoded
 
 

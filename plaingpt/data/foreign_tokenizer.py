@@ -209,6 +209,7 @@ class ForeignTokenizer:
             raise UserError('unknown tokenizer: unexpected file names: '
                             f'{", ".join(sorted(description["files"].keys() - {*FILES}))[:200]}')
         self._tokenizer = parse_tokenizer(description['files']['tokenizer.json'])
+        self.unused_id = self._tokenizer.token_to_id(PRINTABLE[0xFF])  # no UTF-8 has this byte
         self._added = self._tokenizer.get_added_tokens_decoder()
         self.control_tokens = {token.content: i for i, token in self._added.items()
                                if token.special}

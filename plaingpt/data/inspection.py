@@ -3,8 +3,6 @@ trusted."""
 
 from itertools import groupby
 
-import numpy as np
-
 from plaingpt.data.dataset import SPLITS, open_dataset
 from plaingpt.data.overlap import compare_with_train, print_share
 from plaingpt.system.errors import UserError, warn
@@ -86,9 +84,7 @@ def excerpt(stream, tokenizer):
     if not stream.loss_mask:
         return repr(tokenizer.decode(stream.read(0, EXCERPT_TOKENS).tolist()))
     ids = stream.read(0, CHAT_EXCERPT_TOKENS)
-    starts = np.flatnonzero(ids == tokenizer.bos_id)[1:].tolist()
-    if starts:
-        ids = ids[:starts[0]]
+    ids = ids[:next(iter(stream.conversation_starts[1:].tolist()), None)]
     text, start = '', 0
     loss_mask = stream.loss_mask.read(0, len(ids)).tolist()
     for in_loss, run in groupby(loss_mask):

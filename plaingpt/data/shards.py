@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from plaingpt.data.chat_tokenizer import IN_LOSS
 from plaingpt.data.dataset import (
     FORMAT_VERSION,
     MASK_SUFFIX,
@@ -58,7 +59,7 @@ class ShardWriter:
             shard, used = divmod(self.tokens, self.shard_tokens)
             end = start + self.shard_tokens - used
             for ending in self.columns:
-                array = encoded.ids if ending == '.bin' else encoded.loss_mask
+                array = encoded.ids if ending == '.bin' else encoded.marks
                 with open(self.path(shard, ending), 'ab' if used else 'wb') as file:
                     file.write(array[start:end].tobytes())
                 self.unsynced.add(self.path(shard, ending))
@@ -66,8 +67,8 @@ class ShardWriter:
             start = end
         self.documents += encoded.documents
         self.bytes += encoded.bytes
-        if encoded.loss_mask is not None:
-            self.learned += int(np.count_nonzero(encoded.loss_mask))
+        if encoded.marks is not None:
+            self.learned += int(np.count_nonzero(encoded.marks == IN_LOSS))
         return self.tokens // self.shard_tokens > full_shards
 
     def sync(self):

@@ -211,7 +211,8 @@ class GPT2Tokenizer(BytePairTokenizer):
         except (OSError, ValueError) as e:  # network errors are OSErrors; a bad hash a ValueError
             raise UserError(f'cannot download the gpt2 tokenizer ({type(e).__name__}): connect to '
                             'the internet once, set TIKTOKEN_CACHE_DIR to a folder that has it, or '
-                            'choose another, such as --tokenizer=byte') from None
+                            'prepare the data with a trained tokenizer, such as '
+                            '--tokenizer=bpe:512') from None
 
     def to_json(self):
         return {'kind': 'gpt2'}

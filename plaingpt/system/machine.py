@@ -61,7 +61,10 @@ def limit_threads(root='/'):
 def torch_threads():
     """The number of torch's intra-op threads; 0 if torch is not imported."""
     torch = sys.modules.get('torch')
-    return torch.get_num_threads() if hasattr(torch, 'get_num_threads') else 0
+    # Another thread may be importing it: its functions exist before they can be called.
+    if torch is None or getattr(torch.__spec__, '_initializing', False):
+        return 0
+    return torch.get_num_threads()
 
 
 @contextmanager

@@ -266,8 +266,8 @@ def freeze_existing_objects():
 
 def evaluate(run, monitor, is_last):
     """Measure and log the losses of both splits, the benchmarks and a sample, and record whether
-    the validation loss is the best so far. If a signal arrives, Stopped is raised before anything
-    is logged, and the resumed run evaluates again."""
+    the validation loss is below all earlier ones. If a signal arrives, Stopped is raised before
+    anything is logged, and the resumed run evaluates again."""
     step, progress = run.step, run.progress
     # The first evaluation of a new run reads one step's sequences only: enough to see that the loss
     # is about ln(vocab_size). A timed run evaluates in full, to measure how long that takes.
@@ -276,13 +276,8 @@ def evaluate(run, monitor, is_last):
     if is_short:
         sequences = min(sequences, run.config.step_sequences())
 
-    # without dropout, a single process can evaluate with the graph compiled for training
-    use_train_graph = bool(run.compile) and run.world.size == 1 and run.config.dropout == 0 \
-        and not run.config.eval_only
-
     def evaluate_split(loader):
-        return mean_loss(step.model, loader, sequences, step.autocast, run.stop,
-                         use_train_graph=use_train_graph)
+        return mean_loss(step.model, loader, sequences, step.autocast, run.stop)
 
     # with average_decay, evaluate the EMA of the weights
     with monitor.metrics.paused('evaluation'), ema_weights(step.optimizer):
@@ -294,8 +289,7 @@ def evaluate(run, monitor, is_last):
     run.stop.raise_if_stopped()
     val_loss = run.dataset.mean(losses)
     val_stderr = mixture_stderr(run.dataset, [stderr for _, stderr in results])
-    # a short evaluation is too noisy to compare with later ones
-    is_best = not is_short and progress.record_evaluation(val_loss, val_stderr)
+    is_best = progress.record_evaluation(val_loss, val_stderr) and not is_short
     monitor.metrics.evaluation(progress.iter_num, train_loss, val_loss, val_stderr, is_best, sample)
     monitor.log_scores(scores)
 
@@ -333,6 +327,7 @@ def save(run, monitor):
     # counters, tokenizer and data fingerprint, and logging state; see STATE_KEYS in checkpoint.py
     state = {**progress.state(), **run.dataset.state(), **monitor.state(),
              'config': asdict(run.config), 'left_s': run.clock.left_s(),
+             'evaluations': run.clock.evaluations,
              'sequences': run.train_data.sequences_before(progress.iter_num),
              'dtype': run.dtype, 'scaler': step.scaler.state_dict(),
              'averaged_steps': getattr(step.optimizer, 'averaged_steps', 0)}

@@ -67,12 +67,13 @@ def describe(name, rows, run):
     last = max(ends, key=lambda row: row['iter'])
     progress = [f'{name}: iteration {last["iter"]}, {last["tokens"]:,} tokens, '
                 f'{duration(last["elapsed_s"])}']
-    evaluations = rows_with(rows, 'val_loss')
-    if evaluations:
-        best = min(evaluations, key=lambda row: row['val_loss'])
-        stderr = evaluations[-1].get('val_loss_stderr')
+    evaluations = [row for row in rows if 'val_loss' in row]
+    best = min(rows_with(rows, 'val_loss'), key=lambda row: row['val_loss'], default=None)
+    if best:
+        loss, stderr = evaluations[-1]['val_loss'], evaluations[-1].get('val_loss_stderr')
+        loss = 'not finite' if loss is None else f'{loss:.4f}'
         margin = f' ± {stderr:.4f}' if stderr else ''
-        progress.append(f'validation loss {evaluations[-1]["val_loss"]:.4f}{margin}, '
+        progress.append(f'validation loss {loss}{margin}, '
                         f'best {best["val_loss"]:.4f} at iteration {best["iter"]}')
     if 'ending' in run:
         progress.append(run['ending'])

@@ -46,6 +46,15 @@ def test_an_interrupted_run_is_reported_where_it_stands(tiny, tmp_path, monkeypa
     assert 'SIGTERM' in text
 
 
+def test_a_last_loss_that_is_not_finite_is_not_passed_over(trained):
+    rows, record = read_rows(trained / 'metrics.jsonl'), read_run(trained)
+    *_, before, last = (row for row in rows if 'val_loss' in row)
+    last.update(val_loss=None, val_loss_stderr=None)
+    progress, *_ = run_report.describe('out', rows, record)
+    assert 'loss not finite' in progress
+    assert progress.count(f'{before["val_loss"]:.4f}') == 1  # as the best
+
+
 # -----------------------------------------------------------------------------
 # curves
 

@@ -24,23 +24,25 @@ class Machine:
     """A run of 100 s on a machine whose steps take `step_s(seconds so far)`."""
 
     def __init__(self, step_s, evaluation_s=1.0):
-        self.now, self.step_s, self.evaluation_s = 1.0, step_s, evaluation_s
+        self.now, self.step_s, self.evaluation_s = 0.0, step_s, evaluation_s
         self.rates, self.evaluated_at = [], []
 
     def perf_counter(self):
         return self.now
 
-    def train(self):
-        """Train as train.train() does."""
-        clock, iter_num, done = MinuteClock(CONFIG, 0.0, 0.0), 0, 0.0
+    def train(self, until=1.0, used_s=0.0, evaluations=()):
+        """Train as train.train() does, until this much is done. Returns the clock."""
+        clock = MinuteClock(CONFIG, used_s, self.now, evaluations)
+        self.now += 1  # setup
+        iter_num = 1 if used_s else 0
         while True:
             done = clock.read(iter_num)
             if done == 1 or clock.evaluation_is_due(iter_num, done):
                 self.evaluated_at.append(self.now)
                 with clock.timed_evaluation():
                     self.now += self.evaluation_s
-            if done == 1:
-                return
+            if done >= until:
+                return clock
             self.rates.append(clock.get_lr(iter_num, done))
             self.now += self.step_s(self.now)
             iter_num += 1
@@ -75,6 +77,24 @@ def test_evaluations_that_take_long_come_less_often(set_clock):
     machine.train()
     assert len(machine.evaluated_at) <= 3
     assert machine.now == pytest.approx(100, abs=1)
+
+
+@pytest.mark.parametrize('stop_at', [1.0, 0.07, 0.5, 0.97])
+@pytest.mark.parametrize('evaluation_s', [0.01, 1.0, 4.0, 15.0, 40.0, 200.0])
+def test_evaluations_are_a_tenth_of_the_time_apart_also_in_a_resumed_run(
+        evaluation_s, stop_at, set_clock):
+    for step_s in (0.02, 0.3, 3.0, 11.0, 60.0):
+        machine = Machine(lambda now, step_s=step_s: step_s * (1 + int(now) % 3), evaluation_s)
+        set_clock(machine.perf_counter)
+        clock = machine.train(stop_at)
+        if stop_at < 1 and clock.left_s() > 0:
+            machine.evaluation_s *= 0.6
+            machine.train(1.0, 100 - clock.left_s(), clock.evaluations)
+        assert machine.evaluated_at[-1] == pytest.approx(machine.now - machine.evaluation_s)
+        *gaps, last = [b - a for a, b in itertools.pairwise(machine.evaluated_at)]
+        assert all(gap >= 10 for gap in gaps)
+        assert last >= min(5, machine.now - 95)  # none shortly before the end
+        assert len(machine.evaluated_at) <= 2 + 10 / max(1, 0.6 * evaluation_s)
 
 
 @pytest.mark.parametrize(('command', 'saved', 'left_s', 'expected'), [

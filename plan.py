@@ -8,22 +8,32 @@
 
 import math
 import sys
+import textwrap
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from configurator import load_config
+from configurator import load_config, options_of
 from model import GPT
+from plaingpt.data.dataset import (
+    describe_batches,
+    describe_epochs,
+    has_token_files,
+    open_dataset_spec,
+)
 from plaingpt.experiments.speed import estimate_step, planned_gpt_config
 from plaingpt.parallel.blocks import CHECKPOINT_MODES
 from plaingpt.system import devices
+from plaingpt.system.distributed import World
 from plaingpt.system.errors import run_script
 from plaingpt.system.formatting import GIB, count_of, duration, gib, short
 from plaingpt.training import memory
 from plaingpt.training.checkpoint import KEEP_NEWEST
 from plaingpt.training.dtype_choice import choose_training_dtype
+from plaingpt.training.progress import make_clock
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.start import StartingPoint
+from plaingpt.training.start import StartingPoint, resolve_minutes
+from train import open_batches
 
 COUNTED_DEPTHS = (100, 102)  # the parameters of deeper models are extrapolated from these
 
@@ -54,6 +64,9 @@ class PlanConfig(TrainConfig):
 
     def world_size(self):
         return self.processes
+
+    def supports_minutes(self):
+        return True
 
 
 def find_machine(config, gpt_config):
@@ -132,8 +145,8 @@ def print_memory(gpt_config, config, dtype, device_type, available):
     return plan
 
 
-def print_run(gpt_config, config, tokens, source, step_s):
-    """Print the tokens that the run reads, and its time. step_s: seconds per step, or None"""
+def count_model(gpt_config):
+    """→ (parameters, FLOPs per token), extrapolated for a deep model"""
     parameters = flops_per_token = 0
     depths = memory.interpolation_weights(gpt_config.n_layer, *COUNTED_DEPTHS)
     for n_layer, weight in depths.items():
@@ -141,31 +154,89 @@ def print_run(gpt_config, config, tokens, source, step_s):
             gpt = GPT(replace(gpt_config, n_layer=n_layer))
         parameters += weight * gpt.num_parameters()
         flops_per_token += weight * gpt.flops_per_token()
-    parameters = round(parameters)
-    total_tokens = config.max_iters * config.step_tokens()
-    print(f'tokens: {config.step_tokens():,} per step, {short(total_tokens)} in total, '
-          f'{total_tokens / parameters:.3g} tokens per parameter ({parameters:,} parameters)')
-    if tokens:
-        print(f'  {source}: {short(tokens)} tokens, {total_tokens / tokens:.3g} epochs')
-    else:
-        print(f'  {source}: assuming a vocabulary of {gpt_config.vocab_size:,}')
-    flops = flops_per_token * total_tokens
-    estimate = ''
-    if step_s:
-        estimate = f', about {duration(config.max_iters * step_s)} at the step time measured here'
-    print(f'time: {count_of(config.max_iters, "iteration")}, {float(flops):.3g} FLOPs{estimate}')
+    return round(parameters), float(flops_per_token)
+
+
+def estimate_from_mfu(config, flops_per_token):
+    """→ (seconds of a step on the GPU model of the plan, how they were found), or (None, '')"""
     mfu_by_optimizer, _ = devices.MEASURED.get(config.gpu, ({}, 0))
     mfu = mfu_by_optimizer.get(config.optimizer)
-    if mfu:
-        seconds = flops / (mfu * devices.peak_flops(config.gpu, 'bfloat16') * config.processes)
-        print(f'  {duration(seconds)} on {count_of(config.processes, config.gpu)} without '
-              f'evaluations, at an MFU of {mfu:.0%} (measured with GPT-2 124M)')
+    if not mfu:
+        return None, ''
+    flops_per_s = mfu * devices.peak_flops(config.gpu, 'bfloat16') * config.processes
+    return flops_per_token * config.step_tokens() / flops_per_s, \
+        f'on {count_of(config.processes, config.gpu)} without evaluations, at an MFU of ' \
+        f'{mfu:.0%} (measured with GPT-2 124M)'
+
+
+def remaining(config, start, step_s):
+    """→ (iterations, seconds) until the end of the run, None if unknown. step_s: seconds per step,
+    or None"""
+    if config.minutes:
+        clock = make_clock(config, start)
+        seconds = clock.total_s - clock.used_s
+        return round(seconds / step_s) if step_s else None, seconds
+    done = start.checkpoint.iter_num if start.resumed else 0
+    iterations = max(0, config.max_iters - done)
+    return iterations, iterations * step_s if step_s else None
+
+
+def print_data(config, start, size, iterations):
+    """Print what train.py prints about its data, or what is known of a dataset that is not
+    prepared. size: (training tokens or None, their source); iterations: left, or None"""
+    tokens, source = size
+    if has_token_files(config.dataset):
+        dataset = open_dataset_spec(config.dataset, config.vocab_size)
+        train_data, val_data = open_batches(config, dataset, World(size=config.processes),
+                                            torch.device('cpu'), start.checkpoint)
+        print(textwrap.indent(describe_batches(config, dataset, train_data, val_data), '  '))
+        if config.minutes and iterations:
+            done = start.checkpoint.iter_num if start.resumed else 0
+            print('  about', ', '.join(describe_epochs(dataset, train_data, done + iterations)))
+    elif tokens and iterations:
+        epochs = iterations * config.step_tokens() / tokens
+        print(f'  {source}: {short(tokens)} tokens, {epochs:.3g} epochs')
+    else:
+        print(f'  {source}')
+
+
+def print_run(gpt_config, config, start, size, step_s):
+    """Print the tokens that the run reads, and its time; of a resumed run, what is left. size: of
+    the dataset (see print_data); step_s: seconds per step as measured here, or None"""
+    parameters, flops_per_token = count_model(gpt_config)
+    basis = 'at the step time measured here'
+    if not step_s:
+        step_s, basis = estimate_from_mfu(config, flops_per_token)
+    iterations, seconds = remaining(config, start, step_s)
+    tokens = f'{config.step_tokens():,} per step'
+    if iterations is not None:
+        total = iterations * config.step_tokens()
+        if start.resumed:
+            total += start.checkpoint.state['sequences'] * config.block_size
+        tokens += f', {short(total)} in total, {total / parameters:.3g} tokens per parameter'
+    print(f'tokens: {tokens} ({parameters:,} parameters)')
+    print_data(config, start, size, iterations)
+    estimate = None
+    if config.minutes:
+        time = duration(seconds)
+        if iterations is not None:
+            estimate = count_of(iterations, 'iteration')
+    else:
+        flops = iterations * config.step_tokens() * flops_per_token
+        time = f'{count_of(iterations, "iteration")}, {flops:.3g} FLOPs'
+        if seconds is not None:
+            estimate = duration(seconds)
+    estimate = f', about {estimate} {basis}' if estimate else ''
+    print(f'time{" left" if start.resumed else ""}: {time}{estimate}')
 
 
 def main(argv):
     start = StartingPoint(verifies=False)
     config = load_config(PlanConfig, argv, __doc__, read_saved=start.read)
+    config = resolve_minutes(config, start, options_of(PlanConfig, argv).keys())
     gpt_config, tokens, source = planned_gpt_config(config, start)
+    if not tokens:
+        source += f': assuming a vocabulary of {gpt_config.vocab_size:,}'
     device, dtype, available = find_machine(config, gpt_config)
     print('simulating one step on meta tensors …', file=sys.stderr, flush=True)
     config = resolve(config, gpt_config, dtype, device.type, available)
@@ -173,7 +244,7 @@ def main(argv):
     step_s = None
     if not config.gpu_memory_gb and config.processes == 1 and plan.total <= available:
         step_s = estimate_step(gpt_config, config, device, dtype)
-    print_run(gpt_config, config, tokens, source, step_s)
+    print_run(gpt_config, config, start, (tokens, source), step_s)
     between_steps = plan.phases['between steps']
     checkpoint = between_steps['weights'] + between_steps['optimizer']
     if config.parallel == 'fsdp':  # each process has a shard

@@ -125,7 +125,7 @@ def setup(config, start, world, device, device_why):
     config = fit_to_memory(with_gpt_config(config, gpt_config), gpt_config, dtype, device)
 
     # A batch is a function of the seed and the step; each process reads its share.
-    train_data, val_data = open_batches(config, dataset, world, device)
+    train_data, val_data = open_batches(config, dataset, world, device, start.checkpoint)
 
     # The model. With FSDP2, it is created on the meta device, and each rank allocates only its
     # shard.
@@ -168,7 +168,7 @@ def setup(config, start, world, device, device_why):
 
     progress = Progress(eval_sequences=config.eval_sequences())
     if start.resumed:
-        progress = resume(config, start.checkpoint, step, model, train_data)
+        progress = resume(config, start.checkpoint, step, model)
     saver = Saver(config.out_dir, rank=world.rank, world_size=world.size, keep=KEEP_NEWEST,
                   background=device.type == 'cuda')
     return Run(config=config, start=start, world=world, device=device, dtype=dtype,
@@ -177,14 +177,16 @@ def setup(config, start, world, device, device_why):
                saver=saver, stop=StopRequest())
 
 
-def open_batches(config, dataset, world, device):
-    """Return the loaders of the training and the validation split."""
+def open_batches(config, dataset, world, device, checkpoint=None):
+    """Return the loaders of the training and the validation split. checkpoint: where to resume"""
     options = dict(rank=world.rank, world_size=world.size, device=device, seed=config.seed,
                    micro_steps=config.accumulation() // world.size)
     overfit_steps = 1 if config.check == 'overfit' else 0  # the first step's sequences only
     train_data = dataset.loader('train', config.block_size, config.batch_size,
                                 overfit_steps=overfit_steps, **options)
     val_data = dataset.loader('val', config.block_size, config.batch_size, **options)
+    if checkpoint:
+        train_data.resume_at(checkpoint.iter_num, checkpoint.state['sequences'])
     return train_data, val_data
 
 
@@ -197,15 +199,15 @@ def replicate(model, device):
     return ddp
 
 
-def resume(config, checkpoint, step, model, train_data):
-    """Restore everything except the weights from a checkpoint and return the Progress."""
+def resume(config, checkpoint, step, model):
+    """Restore everything except the weights and the position in the data from a checkpoint, and
+    return the Progress."""
     state = checkpoint.state
     iter_num = checkpoint.iter_num
     checkpoint.load_optimizer(step.optimizer, model)
     resume_ema(step.optimizer, config.average_decay, state['averaged_steps'])
     if state['scaler']:  # empty unless the checkpoint was trained in float16
         step.scaler.load_state_dict(state['scaler'])
-    train_data.resume_at(iter_num, state['sequences'])
     devices.set_rng_state(state['rng'], launched_world().rank, model.lm_head.weight.device)
     evaluated = state['evaluated'] and not config.eval_only  # eval_only evaluates again
     best_val_loss = state['best_val_loss']

@@ -113,6 +113,22 @@ def test_minutes_are_added_by_resume_alone(command, saved, left_s, expected, set
     assert (config.minutes, make_clock(config, start).left_s()) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(('minutes', 'overrides', 'expected'), [
+    (0, {'lr_decay_iters'}, None), (0, {'max_iters', 'lr_decay_iters'}, 0), (0, {'max_iters'}, 0),
+    (0, {'min_lr', 'warmup_iters'}, 10), (3, {'minutes', 'lr_decay_iters'}, None),
+    (3, {'minutes', 'max_iters'}, None)])
+def test_a_timed_run_that_is_resumed_refuses_what_it_would_ignore(minutes, overrides, expected):
+    checkpoint = SimpleNamespace(state={'left_s': 240, 'elapsed_s': 360.0},
+                                 settings=lambda: {'minutes': 10})
+    start = SimpleNamespace(resumed=True, weights=checkpoint, started_at=0.0)
+    config = TrainConfig(init_from='resume', minutes=minutes)
+    if expected is None:
+        with pytest.raises(UserError, match=f'--{min(overrides - {"minutes"})}'):
+            resolve_minutes(config, start, overrides)
+    else:
+        assert resolve_minutes(config, start, overrides).minutes == expected
+
+
 # -----------------------------------------------------------------------------
 # whole runs
 
@@ -154,6 +170,16 @@ def test_too_few_minutes_are_refused_before_the_first_step(
         tiny, tmp_path, monkeypatch, capsys, ticking):
     assert 'minutes=0.001' in fails(capsys, monkeypatch, train.main, *tiny, '--minutes=0.001')
     assert not list(tmp_path.rglob('checkpoints/iter-*'))
+
+
+def test_a_timed_run_says_which_settings_have_no_effect(tiny, tmp_path, capsys, ticking):
+    train.main([*tiny, '--minutes=0.02'])
+    (tmp_path / 'recipe.py').write_text('max_iters = 1\nlr_decay_iters = 7\neval_interval = 5\n')
+    resume = [f'{tmp_path}/recipe.py', '--init_from=resume', f'--out_dir={tmp_path}/out']
+    train.main([*resume, '--minutes=0.02'])
+    for printed in capsys.readouterr().out.split('resumed from'):
+        assert 'max_iters, lr_decay_iters and eval_interval have no effect' in printed
+        assert 'changed: max_iters' not in printed
 
 
 # -----------------------------------------------------------------------------

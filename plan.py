@@ -157,77 +157,58 @@ def count_model(gpt_config):
     return round(parameters), float(flops_per_token)
 
 
-def estimate_from_mfu(config, flops_per_token):
-    """→ (seconds of a step on the GPU model of the plan, how they were found), or (None, '')"""
+def print_run(gpt_config, config, start, size, step_s):
+    """Print the tokens that the run reads, and the time until it ends. size: (training tokens or
+    None, their source); step_s: seconds per step as measured here, or None"""
+    parameters, flops_per_token = count_model(gpt_config)
+    basis = 'at the step time measured here'
     mfu_by_optimizer, _ = devices.MEASURED.get(config.gpu, ({}, 0))
     mfu = mfu_by_optimizer.get(config.optimizer)
-    if not mfu:
-        return None, ''
-    flops_per_s = mfu * devices.peak_flops(config.gpu, 'bfloat16') * config.processes
-    return flops_per_token * config.step_tokens() / flops_per_s, \
-        f'on {count_of(config.processes, config.gpu)} without evaluations, at an MFU of ' \
-        f'{mfu:.0%} (measured with GPT-2 124M)'
-
-
-def remaining(config, start, step_s):
-    """→ (iterations, seconds) until the end of the run, None if unknown. step_s: seconds per step,
-    or None"""
+    if mfu:
+        flops_per_s = mfu * devices.peak_flops(config.gpu, 'bfloat16') * config.processes
+        step_s = flops_per_token * config.step_tokens() / flops_per_s
+        basis = f'on {count_of(config.processes, config.gpu)} without evaluations, at an MFU of ' \
+                f'{mfu:.0%} (measured with GPT-2 124M)'
+    done = start.checkpoint.iter_num if start.resumed else 0
     if config.minutes:
         clock = make_clock(config, start)
         seconds = clock.total_s - clock.used_s
-        return round(seconds / step_s) if step_s else None, seconds
-    done = start.checkpoint.iter_num if start.resumed else 0
-    iterations = max(0, config.max_iters - done)
-    return iterations, iterations * step_s if step_s else None
+        time, last_iter = duration(seconds), None
+        if step_s:
+            last_iter = done + round(seconds / step_s)
+            time += f', about {count_of(last_iter - done, "iteration")} {basis}'
+    else:
+        last_iter = max(done, config.max_iters)
+        flops = (last_iter - done) * config.step_tokens() * flops_per_token
+        time = f'{count_of(last_iter - done, "iteration")}, {flops:.3g} FLOPs'
+        if step_s:
+            time += f', about {duration((last_iter - done) * step_s)} {basis}'
+    print_tokens(config, start, size, parameters, last_iter)
+    print(f'time{" left" if start.resumed else ""}: {time}')
 
 
-def print_data(config, start, size, iterations):
-    """Print what train.py prints about its data, or what is known of a dataset that is not
-    prepared. size: (training tokens or None, their source); iterations: left, or None"""
-    tokens, source = size
+def print_tokens(config, start, size, parameters, last_iter):
+    """Print what the run reads until `last_iter` (None: unknown), as train.py does if the data is
+    prepared."""
+    tokens, data = size
+    total = last_iter * config.step_tokens() if last_iter else None
     if has_token_files(config.dataset):
         dataset = open_dataset_spec(config.dataset, config.vocab_size)
         train_data, val_data = open_batches(config, dataset, World(size=config.processes),
                                             torch.device('cpu'), start.checkpoint)
-        print(textwrap.indent(describe_batches(config, dataset, train_data, val_data), '  '))
-        if config.minutes and iterations:
-            done = start.checkpoint.iter_num if start.resumed else 0
-            print('  about', ', '.join(describe_epochs(dataset, train_data, done + iterations)))
-    elif tokens and iterations:
-        epochs = iterations * config.step_tokens() / tokens
-        print(f'  {source}: {short(tokens)} tokens, {epochs:.3g} epochs')
-    else:
-        print(f'  {source}')
-
-
-def print_run(gpt_config, config, start, size, step_s):
-    """Print the tokens that the run reads, and its time; of a resumed run, what is left. size: of
-    the dataset (see print_data); step_s: seconds per step as measured here, or None"""
-    parameters, flops_per_token = count_model(gpt_config)
-    basis = 'at the step time measured here'
-    if not step_s:
-        step_s, basis = estimate_from_mfu(config, flops_per_token)
-    iterations, seconds = remaining(config, start, step_s)
-    tokens = f'{config.step_tokens():,} per step'
-    if iterations is not None:
-        total = iterations * config.step_tokens()
-        if start.resumed:
-            total += start.checkpoint.state['sequences'] * config.block_size
-        tokens += f', {short(total)} in total, {total / parameters:.3g} tokens per parameter'
-    print(f'tokens: {tokens} ({parameters:,} parameters)')
-    print_data(config, start, size, iterations)
-    estimate = None
-    if config.minutes:
-        time = duration(seconds)
-        if iterations is not None:
-            estimate = count_of(iterations, 'iteration')
-    else:
-        flops = iterations * config.step_tokens() * flops_per_token
-        time = f'{count_of(iterations, "iteration")}, {flops:.3g} FLOPs'
-        if seconds is not None:
-            estimate = duration(seconds)
-    estimate = f', about {estimate} {basis}' if estimate else ''
-    print(f'time{" left" if start.resumed else ""}: {time}{estimate}')
+        data = describe_batches(config, dataset, train_data, val_data)
+        if last_iter:
+            total = train_data.tokens_before(last_iter)
+        if last_iter and config.minutes:
+            data += f'\nabout {", ".join(describe_epochs(dataset, train_data, last_iter))}'
+    elif tokens:
+        data += f': {short(tokens)} tokens'
+        if total:
+            data += f', {total / tokens:.3g} epochs'
+    line = f'tokens: {config.step_tokens():,} per step'
+    if total:
+        line += f', {short(total)} in total, {total / parameters:.3g} tokens per parameter'
+    print(f'{line} ({parameters:,} parameters)\n{textwrap.indent(data, "  ")}')
 
 
 def main(argv):

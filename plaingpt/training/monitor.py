@@ -251,7 +251,4 @@ class Monitor:
             lines.append(f'sample.py uses the best checkpoint (iteration {best.iter_num}, '
                          f'validation loss {best.val_loss:.4f}); --checkpoint=latest uses the last '
                          'one')
-        if best.val_loss > progress.best_val_loss:
-            lines.append('no checkpoint is as good as the best evaluation (validation loss '
-                         f'{progress.best_val_loss:.4f})')
         return lines

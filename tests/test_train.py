@@ -109,9 +109,33 @@ def test_a_run_of_no_steps_saves_no_weights(tiny, tmp_path, capsys):
 
 def test_always_save_checkpoint_false_saves_the_best_besides_the_last(tiny, tmp_path):
     train.main([*tiny, '--always_save_checkpoint=False', '--learning_rate=0.0', '--min_lr=0.0'])
-    # no evaluation is better than the first, and the end is there to resume from
+    # no evaluation is better than that of the initial model; the end is there to resume from
     assert [path.name for path in checkpoints.checkpoint_paths(tmp_path / 'out')] \
-        == ['iter-00000003', 'iter-00000006']
+        == ['iter-00000006']
+
+
+@pytest.mark.parametrize('learning_rate', [3e-3, 0.1, 3.0])
+def test_best_is_printed_where_a_loss_is_below_all_before_it(
+        learning_rate, tiny, tmp_path, capsys):
+    train.main([*tiny, f'--learning_rate={learning_rate}', '--eval_interval=1', '--grad_clip=0'])
+    printed = capsys.readouterr().out
+    losses = [row['val_loss'] for row in lines(tmp_path / 'out', 'val_loss')]
+    assert [line.endswith(' best') for line in printed.splitlines() if 'val loss' in line] \
+        == [i > 0 and loss < min(losses[:i]) for i, loss in enumerate(losses)]
+
+
+@pytest.mark.parametrize('learning_rate', [3e-3, 3.0])
+def test_a_run_ends_with_the_checkpoint_that_sampling_takes(
+        learning_rate, tiny, tmp_path, capsys):
+    train.main([*tiny, f'--learning_rate={learning_rate}', '--eval_interval=1'])
+    best = checkpoints.find(tmp_path / 'out', 'best')
+    named = re.findall(r'sample\.py uses .*iteration (\d+)', capsys.readouterr().out)
+    assert named == ([] if best.iter_num == 6 else [str(best.iter_num)])
+
+
+def test_patience_counts_from_the_initial_loss(tiny, tmp_path):
+    train.main([*tiny, '--learning_rate=3.0', '--eval_interval=1', '--patience=2'])
+    assert checkpoints.find(tmp_path / 'out').iter_num == 2
 
 
 def test_nothing_waits_for_the_device_on_steps_that_are_not_logged(tiny, monkeypatch):

@@ -85,9 +85,10 @@ def diverging(rows, run):
         return f'the loss rose from {first["train_loss"]:.2f} to {highest:.2f}', remedy
     lowest = min(evaluations, key=lambda row: row['train_loss'])
     if last['train_loss'] >= lowest['train_loss'] + RISE:
+        if lowest['iter']:  # no checkpoint has the initial weights
+            remedy = f'resume from --checkpoint=best and {remedy}'
         return (f'the training loss rose from {lowest["train_loss"]:.2f} at iteration '
-                f'{lowest["iter"]} to {last["train_loss"]:.2f} at iteration {last["iter"]}',
-                f'resume from --checkpoint=best and {remedy}')
+                f'{lowest["iter"]} to {last["train_loss"]:.2f} at iteration {last["iter"]}', remedy)
 
 
 def overfit(rows, run):
@@ -98,13 +99,14 @@ def overfit(rows, run):
     after_best = [row for row in evaluations if row['iter'] > best['iter']]
     if len(after_best) >= AFTER_BEST and last['train_loss'] <= best['train_loss'] \
             and last['val_loss'] >= best['val_loss'] + OVERFIT:
-        epochs = last['tokens'] / run['train_tokens']
+        remedy = 'stop early with --patience, or use more text, a larger weight_decay, more ' \
+                 'dropout or a smaller model'
+        if best['iter']:
+            remedy += '; --checkpoint=best has the best weights'
+        epochs = f'{last["tokens"] / run["train_tokens"]:.3g}'
         return (f'overfitting: the validation loss has risen since iteration {best["iter"]} (best '
                 f'{best["val_loss"]:.4f}, now {last["val_loss"]:.4f}) while the training loss fell '
-                f'to {last["train_loss"]:.4f}, after '
-                f'{count_of(f"{epochs:.3g}", "epoch")}',
-                'stop early with --patience, or use more text, a larger weight_decay, more dropout '
-                'or a smaller model; --checkpoint=best has the best weights')
+                f'to {last["train_loss"]:.4f}, after {count_of(epochs, "epoch")}', remedy)
 
 
 def implausible(rows, run):

@@ -50,7 +50,7 @@ STATE_KEYS = {  # keys of state.json, besides its checksum
     'sequences',  # read so far by all processes, which is where the data order continues
     'evaluated', 'val_loss', 'val_loss_stderr', 'best_val_loss', 'evals_since_best',
     'eval_sequences', 'elapsed_s',
-    'left_s',  # time left of a timed run
+    'left_s', 'evaluations',  # of a timed run: time left, and when it was evaluated
     'wandb_id', 'config', 'model',  # TrainConfig and GPTConfig
     'tokenizer',
     'data',  # fingerprint of the tokens

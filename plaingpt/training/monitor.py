@@ -27,7 +27,7 @@ from plaingpt.system.distributed import (
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import make_writable, write_json
 from plaingpt.system.formatting import command_for, quoted
-from plaingpt.training.checkpoint import archive_previous_run
+from plaingpt.training.checkpoint import archive_previous_run, find
 from plaingpt.training.evaluation import full_model, val_bytes_per_token
 from plaingpt.training.optimizers import ema_weights
 from plaingpt.training.progress import FINISHED, TIME_UP
@@ -222,7 +222,7 @@ class Monitor:
             print0(f'{config.out_dir}: could not save the last checkpoint (see the warning above); '
                    'to resume from the previous one, repeat the command with --init_from=auto')
             sys.exit(1)
-        if not config.eval_only:
+        if run.world.is_main and not config.eval_only:
             for line in self.closing_lines(ending):
                 print0(line)
 
@@ -242,10 +242,13 @@ class Monitor:
         lines = []
         if ending not in (FINISHED, TIME_UP):
             lines.append(f'stopped after iteration {iter_num}: {ending}')
-        if iter_num:
-            lines.append(f'done: saved checkpoints in {self.run.config.out_dir}/checkpoints; '
-                         f'to sample: {command_for("sample")} {out_dir_option}')
-        if progress.evals_since_best:
-            lines.append('sample.py uses the best checkpoint (validation loss '
-                         f'{progress.best_val_loss:.4f}); --checkpoint=latest uses the last one')
+        if not iter_num:
+            return lines
+        lines.append(f'done: saved checkpoints in {self.run.config.out_dir}/checkpoints; '
+                     f'to sample: {command_for("sample")} {out_dir_option}')
+        best = find(self.out_dir, 'best')
+        if best.iter_num != iter_num:
+            lines.append(f'sample.py uses the best checkpoint (iteration {best.iter_num}, '
+                         f'validation loss {best.val_loss:.4f}); --checkpoint=latest uses the last '
+                         'one')
         return lines

@@ -70,7 +70,7 @@ class TrainConfig(GPTConfig):
     average_decay: float = 0.0  # EMA decay of the weights; the EMA is evaluated and saved; 0: off
     # learning rate
     lr_schedule: Literal[*SCHEDULES] | str = 'cosine'  # wsd decays in the last 20%, wsd:0.1 in 10%
-    warmup_iters: int = 2000  # iterations of linear warmup
+    warmup_iters: int = 2000  # iterations of linear warmup; in a timed run, at most a tenth of it
     lr_decay_iters: Literal['auto'] | int = 'auto'  # iteration that reaches min_lr; auto: max_iters
     min_lr: Literal['auto'] | float = 'auto'  # final learning rate; auto: learning_rate / 10
     # system

@@ -124,7 +124,7 @@ def check_resumable(checkpoint, config, dataset):
         raise UserError(f'{checkpoint.path} has {"; ".join(differences)}: leave out these settings '
                         'and any config file that sets them, or choose another --out_dir')
     if 'max_iters' in changed and config.max_iters < checkpoint.iter_num \
-            and not config.is_read_only:
+            and not config.minutes and not config.is_read_only:
         raise UserError(f'max_iters={config.max_iters}: {checkpoint.path} is already at iteration '
                         f'{checkpoint.iter_num}; raise --max_iters, or leave out the '
                         'option or config file that sets it')
@@ -142,6 +142,8 @@ def check_resumable(checkpoint, config, dataset):
     for key, (old, new) in changed.items():
         if key in ('init_from', 'checkpoint', 'check', 'minutes'):
             continue
+        if config.minutes and key in ('max_iters', 'lr_decay_iters', 'eval_interval'):
+            continue  # without effect
         if key == 'parallel' and new == 'auto':  # fit_to_memory() prints what it becomes
             continue
         print0(f'  changed: {key} {setting(old)} → {setting(new)}')
@@ -152,25 +154,22 @@ def resolve_minutes(config, start, overrides):
 
     --minutes adds to the time already used with --init_from=resume, and includes it with auto,
     because torchrun repeats the command. Without --minutes and --max_iters, a resumed run keeps its
-    minutes. overrides: the settings on the command line. Raises UserError if these set both minutes
-    and iterations."""
-    iteration_options = [f'--{key}' for key in ('max_iters', 'lr_decay_iters') if key in overrides]
-    if config.minutes and iteration_options:
-        raise UserError(f'minutes={setting(config.minutes)} cannot be combined with '
-                        f'{" and ".join(iteration_options)}: both set the length of the run; leave '
-                        'one of them out')
-    if not start.resumed:
-        return config
-    state = start.weights.state
-    saved_minutes = start.weights.settings()['minutes']
-    if not config.minutes:
+    minutes. overrides: the settings on the command line. Raises UserError if these set the
+    iterations of a timed run."""
+    minutes, remedy = config.minutes, 'leave one of them out'
+    if start.resumed:
+        state, saved_minutes = start.weights.state, start.weights.settings()['minutes']
         was_timed = state['left_s'] is not None
-        if was_timed and 'max_iters' not in overrides:
-            return replace(config, minutes=saved_minutes)
-        return config
-    if config.init_from == 'resume':
-        return replace(config, minutes=used_s(state, saved_minutes) / 60 + config.minutes)
-    return config
+        if minutes and config.init_from == 'resume':
+            minutes += used_s(state, saved_minutes) / 60
+        elif not minutes and was_timed and 'max_iters' not in overrides:
+            minutes, remedy = saved_minutes, 'leave it out, or set --max_iters as well'
+    iteration_options = [f'--{key}' for key in ('max_iters', 'lr_decay_iters') if key in overrides]
+    if minutes and iteration_options:
+        raise UserError(f'minutes={setting(config.minutes or minutes)} cannot be combined with '
+                        f'{" and ".join(iteration_options)}: both set the length of the run; '
+                        f'{remedy}')
+    return replace(config, minutes=minutes)
 
 
 def used_s(state, minutes):

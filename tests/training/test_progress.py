@@ -1,5 +1,6 @@
 """How far a run is, by iterations or by the time of --minutes."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -27,23 +28,25 @@ class Machine:
     """A run of 100 s on a machine whose steps take `step_s(seconds so far)`."""
 
     def __init__(self, step_s, evaluation_s=1.0):
-        self.now, self.step_s, self.evaluation_s = 1.0, step_s, evaluation_s
+        self.now, self.step_s, self.evaluation_s = 0.0, step_s, evaluation_s
         self.rates, self.evaluated_at = [], []
 
     def perf_counter(self):
         return self.now
 
-    def train(self):
-        """Train as train.train() does."""
-        clock, iter_num, done = MinuteClock(CONFIG, 0.0, 0.0), 0, 0.0
+    def train(self, until=1.0, used_s=0.0, evaluations=()):
+        """Train as train.train() does, until this much is done. Returns the clock."""
+        clock = MinuteClock(CONFIG, used_s, self.now, evaluations)
+        self.now += 1  # setup
+        iter_num = 1 if used_s else 0
         while True:
             done = clock.read(iter_num)
             if done == 1 or clock.evaluation_is_due(iter_num, done):
                 self.evaluated_at.append(self.now)
                 with clock.timed_evaluation():
                     self.now += self.evaluation_s
-            if done == 1:
-                return
+            if done >= until:
+                return clock
             self.rates.append(clock.get_lr(iter_num, done))
             self.now += self.step_s(self.now)
             iter_num += 1
@@ -70,6 +73,24 @@ def test_evaluations_that_take_long_come_less_often(monkeypatch):
     assert machine.now == pytest.approx(100, abs=1)
 
 
+@pytest.mark.parametrize('stop_at', [1.0, 0.07, 0.5, 0.97])
+@pytest.mark.parametrize('evaluation_s', [0.01, 1.0, 4.0, 15.0, 40.0, 200.0])
+def test_evaluations_are_a_tenth_of_the_time_apart_also_in_a_resumed_run(
+        evaluation_s, stop_at, monkeypatch):
+    for step_s in (0.02, 0.3, 3.0, 11.0, 60.0):
+        machine = Machine(lambda now, step_s=step_s: step_s * (1 + int(now) % 3), evaluation_s)
+        set_clock(monkeypatch, machine.perf_counter)
+        clock = machine.train(stop_at)
+        if stop_at < 1 and clock.left_s() > 0:
+            machine.evaluation_s *= 0.6
+            machine.train(1.0, 100 - clock.left_s(), clock.evaluations)
+        assert machine.evaluated_at[-1] == pytest.approx(machine.now - machine.evaluation_s)
+        *gaps, last = [b - a for a, b in itertools.pairwise(machine.evaluated_at)]
+        assert all(gap >= 10 for gap in gaps)
+        assert last >= min(5, machine.now - 95)  # none shortly before the end
+        assert len(machine.evaluated_at) <= 2 + 10 / max(1, 0.6 * evaluation_s)
+
+
 @pytest.mark.parametrize(('command', 'saved', 'left_s', 'expected'), [
     # a run of 10 minutes that has 240 s left, or none: (init_from, minutes) → (minutes, seconds)
     (('auto', 10), 10, 240, (10, 240)), (('auto', 13), 10, -0.5, (13, 179.5)),
@@ -84,6 +105,22 @@ def test_minutes_are_added_by_resume_alone(command, saved, left_s, expected, mon
     init_from, minutes = command
     config = resolve_minutes(TrainConfig(init_from=init_from, minutes=minutes), start, {'minutes'})
     assert (config.minutes, make_clock(config, start).left_s()) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(('minutes', 'overrides', 'expected'), [
+    (0, {'lr_decay_iters'}, None), (0, {'max_iters', 'lr_decay_iters'}, 0), (0, {'max_iters'}, 0),
+    (0, {'min_lr', 'warmup_iters'}, 10), (3, {'minutes', 'lr_decay_iters'}, None),
+    (3, {'minutes', 'max_iters'}, None)])
+def test_a_timed_run_that_is_resumed_refuses_what_it_would_ignore(minutes, overrides, expected):
+    checkpoint = SimpleNamespace(state={'left_s': 240, 'elapsed_s': 360.0},
+                                 settings=lambda: {'minutes': 10})
+    start = SimpleNamespace(resumed=True, weights=checkpoint, started_at=0.0)
+    config = TrainConfig(init_from='resume', minutes=minutes)
+    if expected is None:
+        with pytest.raises(UserError, match=f'--{min(overrides - {"minutes"})}'):
+            resolve_minutes(config, start, overrides)
+    else:
+        assert resolve_minutes(config, start, overrides).minutes == expected
 
 
 # -----------------------------------------------------------------------------
@@ -153,6 +190,16 @@ def test_a_judged_run_is_evaluated_at_its_end(tiny, tmp_path, ticking):
     train.main([*tiny, '--minutes=0.02', '--clock=training', '--check=False'])
     last, = lines(tmp_path / 'out', 'val_loss')
     assert last['iter'] == lines(tmp_path / 'out', 'loss')[-1]['iter']
+
+
+def test_a_timed_run_says_which_settings_have_no_effect(tiny, tmp_path, capsys, ticking):
+    train.main([*tiny, '--minutes=0.02'])
+    (tmp_path / 'recipe.py').write_text('max_iters = 1\nlr_decay_iters = 7\neval_interval = 5\n')
+    resume = [f'{tmp_path}/recipe.py', '--init_from=resume', f'--out_dir={tmp_path}/out']
+    train.main([*resume, '--minutes=0.02'])
+    for printed in capsys.readouterr().out.split('resumed from'):
+        assert 'max_iters, lr_decay_iters and eval_interval have no effect' in printed
+        assert 'changed: max_iters' not in printed
 
 
 # -----------------------------------------------------------------------------

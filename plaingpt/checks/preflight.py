@@ -30,8 +30,9 @@ SETUP_CHECKS = (  # settings, data and weights
     data_checks.epoch_reads_every_sequence_once,
     data_checks.evaluation_reads_every_sequence_once,
     data_checks.tokens_vary, data_checks.tokens_match_the_tokenizer,
-    data_checks.learning_rate_lasts,
+    data_checks.learning_rate_lasts, data_checks.weights_outlive_their_decay,
     learning_checks.initial_loss_is_about_ln_vocab_size)
+RESUME_SETUP_CHECKS = (data_checks.weights_outlive_their_decay,)
 RESUME_CHECKS = model_checks.attention_is_causal, model_checks.targets_are_not_read
 CODE_CHECKS = (  # the code, with a small model that has the flags of the run's model
     learning_checks.step_follows_the_gradient, *RESUME_CHECKS, model_checks.every_target_counts,
@@ -48,7 +49,7 @@ CODE_CHECKS = (  # the code, with a small model that has the flags of the run's 
 def preflight(run):
     """Check a run before it starts, on all processes, and print one line; with check=True one line
     per check. The run's state is left unchanged. A run that resumes or only evaluates makes just
-    RESUME_CHECKS.
+    RESUME_SETUP_CHECKS and RESUME_CHECKS.
 
     Raises UserError with a line for each failed check."""
     config = run.config
@@ -61,7 +62,7 @@ def preflight(run):
     # Eager mode, since compiling for the checks' shapes would take too long.
     with torch.random.fork_rng([run.device] if run.device.type == 'cuda' else []), \
             eager(run.compile):
-        problems = {} if is_short else run_checks(SETUP_CHECKS, run, skipped)
+        problems = run_checks(RESUME_SETUP_CHECKS if is_short else SETUP_CHECKS, run, skipped)
         if not any(problems.values()):  # else the code checks would repeat the same failures
             checks = RESUME_CHECKS if is_short else CODE_CHECKS
             problems |= run_checks(checks, with_small_model(run), skipped)

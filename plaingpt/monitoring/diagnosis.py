@@ -72,6 +72,17 @@ def unmoved(rows, run):
                     'step')
 
 
+def optimizer_misused(rows, run):
+    for row in rows_with(rows, 'missed_steps'):
+        problem = 'are missing' if row['missed_steps'] > 0 else 'are too many'
+        return (f'after iteration {row["iter"]}, {abs(row["missed_steps"])} steps of the optimizer '
+                f'{problem}', 'check that each iteration calls optimizer.step() once, and that the '
+                'optimizer is not built again')
+    for row in rows_with(rows, 'lost_states'):
+        return (f'by iteration {row["iter"]}, the state of the optimizer, such as its momentum, '
+                f'was lost {row["lost_states"]} times', 'look for what clears optimizer.state')
+
+
 def diverging(rows, run):
     remedy = f'lower learning_rate or raise warmup_iters (now {run["config"]["warmup_iters"]})'
     evaluations = rows_with(rows, 'train_loss')
@@ -163,4 +174,5 @@ def without_gradient(norms):
     return {name for name, norm in norms.items() if norm <= (limit if name in blocks else 0)}
 
 
-CHECKS = (unmoved, diverging, overfit, implausible, rate_high, rate_low, no_gradient)
+CHECKS = (unmoved, optimizer_misused, diverging, overfit, implausible, rate_high, rate_low,
+          no_gradient)

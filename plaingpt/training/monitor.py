@@ -33,7 +33,7 @@ from plaingpt.training.optimizers import ema_weights
 from plaingpt.training.progress import FINISHED, TIME_UP
 from plaingpt.training.settings import NOT_COMPARED
 from plaingpt.training.start import sketch_texts
-from plaingpt.training.step import SkippedSteps
+from plaingpt.training.step import SkippedSteps, StepCounter
 
 HEALTH_INTERVAL = 100  # iterations between health checks
 MIN_HEALTH_CHECKS = 5  # even in a short run, because a curve needs a few points
@@ -71,6 +71,7 @@ class Monitor:
                                val_bytes_per_token(run) if run.world.is_main else None,
                                saved_state.get('elapsed_s', 0.0))
         self.skipped = SkippedSteps(run.step, self.out_dir / 'anomalies.jsonl', run.train_data)
+        self.counter = StepCounter(run.step, run.progress.iter_num)
         sharded = is_sharded(run.model.lm_head.weight)
         checks_health = config.report if sharded else self.writing
         interval = min(HEALTH_INTERVAL, max(1, config.max_iters // MIN_HEALTH_CHECKS))
@@ -118,6 +119,8 @@ class Monitor:
         metrics.bar.update()
         if iter_num % self.run.config.log_interval == 0:
             metrics.step(iter_num, all_reduce_mean(loss.clone()), lr, grad_norm)
+            if errors := self.counter.errors(iter_num):
+                metrics.write(iter_num, **errors)  # for a diagnosis
             self.skipped.report(iter_num, metrics.print)  # the host has just waited for the device
         if self.health.due(iter_num):
             with metrics.paused('health check'), self.full_model() as model:

@@ -6,12 +6,7 @@ from itertools import groupby
 import numpy as np
 
 from plaingpt.data.dataset import SPLITS, open_dataset
-from plaingpt.data.overlap import (
-    MIN_LINE_CHARS,
-    compare_with_train,
-    describe_share,
-    print_share,
-)
+from plaingpt.data.overlap import MIN_LINE_CHARS, compare_with_train, describe_share, print_share
 from plaingpt.system.errors import UserError, warn
 from plaingpt.system.formatting import command_for, count_of, printable
 

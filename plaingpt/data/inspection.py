@@ -4,7 +4,7 @@ trusted."""
 from itertools import groupby
 
 from plaingpt.data.dataset import SPLITS, open_dataset
-from plaingpt.data.overlap import compare_with_train, print_share
+from plaingpt.data.overlap import MIN_LINE_CHARS, compare_with_train, describe_share, print_share
 from plaingpt.system.errors import UserError, warn
 from plaingpt.system.formatting import command_for, count_of, printable
 
@@ -102,10 +102,11 @@ def print_overlap(entry):
     """Print how much of the validation text is in the training split."""
     advice = 'remove the copies from the input, or hold out other text ' \
         f'({command_for("prepare")} hf … --val_split=…)'
-    if entry.get('in_train') is not None:
-        print_share(entry['in_train'], 'validation text is also in the training split', advice)
-    if entry.get('lines_in_train') is not None:
-        print_share(entry['lines_in_train'], 'validation lines also occur in the training split '
+    share, share_of_lines = entry.get('in_train'), entry.get('lines_in_train')
+    print_share(share, describe_share(share, 'the validation text', 'the training split'), advice)
+    if share_of_lines is not None:
+        print_share(share_of_lines, f'{100 * share_of_lines:.3g}% of the validation lines of '
+                    f'{MIN_LINE_CHARS} or more characters also occur in the training split '
                     '(ignoring numbers)', advice)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from model import GPTConfig
 from plaingpt.data.overlap import (
+    describe_share,
     print_share,
     read_sketches,
     share_trained_on,
@@ -232,18 +233,20 @@ def sketch_texts(start, dataset, train_data, val_data):
     for name, loader in zip(names, val_data.components, strict=True):
         if len(sketches) == 1 and not earlier_sketches:
             break  # prepare.py has compared the splits
-        text = f'validation text of {name}' if name else 'validation text'
+        text = f'the validation text of {name}' if name else 'the validation text'
         windows = windows_of(loader.stream)
-        share = share_trained_on(*windows, earlier_sketches)
-        if share is not None:
-            print_share(share, f'{text} was in the training text of {start.weights.source}',
+        if earlier_sketches:
+            share = share_trained_on(*windows, earlier_sketches)
+            where = f'the training text of {start.weights.source}'
+            print_share(share, describe_share(share, text, where),
                         'validate on text that it was not trained on')
         for other_name, sketch in zip(names, sketches, strict=True):
             if other_name == name:
                 continue
             share = share_trained_on(*windows, [sketch])
             if share and share > MIN_OVERLAP:
-                print_share(share, f'{text} is in the training split of {other_name}',
+                where = f'the training split of {other_name}'
+                print_share(share, describe_share(share, text, where),
                             'remove the copies there, or leave one of them out')
     return sketches + [earlier for earlier in earlier_sketches if not is_among(earlier, sketches)]
 

@@ -28,12 +28,15 @@ from plaingpt.data.dataset import open_data
 from plaingpt.experiments import runs
 from plaingpt.experiments.runs import (
     EXIT_STATUS,
+    NOT_RECORDED,
     WARM_UP,
+    RunFailed,
     append_result,
     changed_files,
     copy_sides,
     in_tree,
     judge_runs,
+    judged_options,
 )
 from plaingpt.experiments.speed import measure_speed, planned_gpt_config
 from plaingpt.monitoring.run_record import read_rows
@@ -42,6 +45,7 @@ from plaingpt.system import devices
 from plaingpt.system.distributed import launched_world
 from plaingpt.system.errors import UserError, run_script, warn
 from plaingpt.system.files import make_writable
+from plaingpt.system.formatting import count_of
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.start import StartingPoint, resolve_minutes
 
@@ -87,7 +91,7 @@ def training_args(argv):
 
 def measure_step(config, start, device):
     """Time a training step → (a row of results, their Markdown)."""
-    print(f'timing {config.steps} steps after a few warmup steps …', file=sys.stderr)
+    print(f'timing {count_of(config.steps, "step")} after a few warmup steps …', file=sys.stderr)
     devices.prepare_device(device)
     torch.manual_seed(config.seed)
     compile, _ = devices.choose_compile(config.compile, device)
@@ -123,6 +127,7 @@ def measure_variants(config, argv, folder):
         variants = runs.sweep_variants(config.sweep)
     else:
         variants = runs.read_variants(config.variants, config)
+    variants = {name: {**NOT_RECORDED, **changes} for name, changes in variants.items()}
     rows = runs.train_all(variant_args(variants, config, argv), folder)
     curves = [(run['variant'], read_rows(Path(run['folder'], 'metrics.jsonl')))
               for run in rows if run['final_loss'] is not None]
@@ -138,8 +143,8 @@ def judge(config, argv, results):
     `results` → (a row per run, table and verdict, exit status)."""
     start = StartingPoint(verifies=False)
     resolve_minutes(config, start, options_of(TrainConfig, argv))  # raises UserError
-    sides = {'base': {'report': False}, 'change': {'report': False}}
-    args_by_side = variant_args(sides, config, argv)
+    length = {'minutes': config.minutes} if config.minutes else {}
+    args_by_side = variant_args({'base': length, 'change': length}, config, argv)
     start_time = datetime.datetime.now(datetime.UTC)
     with tempfile.TemporaryDirectory(prefix='plaingpt-judge-') as folder:
         trees, commit = copy_sides(config.against, Path(folder))
@@ -151,18 +156,23 @@ def judge(config, argv, results):
                 args_by_seed[seed] = [in_tree(trees[side], arg) for arg in args]
         open_data(config, launched_world())  # prepares a small corpus once for both sides
         try:
-            if config.minutes:
-                warm_ups = {side: {config.seed: args_by_seed[config.seed] + WARM_UP}
-                            for side, args_by_seed in args_by_side.items()}
-                runs.train_all(warm_ups, f'{folder}/warm-up', trees)
+            warm_up = [*WARM_UP, '--minutes=0'] if config.minutes else WARM_UP
+            warm_ups = {side: {config.seed: args_by_seed[config.seed] + warm_up}
+                        for side, args_by_seed in args_by_side.items()}
+            options = judged_options(runs.train_all(warm_ups, f'{folder}/warm-up', trees),
+                                     config.minutes)
+            for args_by_seed in args_by_side.values():
+                for args in args_by_seed.values():
+                    args += options
             rows = runs.train_all(args_by_side, f'{folder}/runs', trees)
-            comparison = runs.compare(rows)
-            verdict, duration = judge_runs(rows, comparison)
-        except UserError as problem:
-            append_result(results, judgment, problem=problem)
+        except RunFailed as failure:
+            if failure.variant == 'change':  # else the command, the recipe or the base is wrong
+                append_result(results, judgment, problem=failure)
             raise
+    comparison = runs.compare(rows)
+    verdict, explanation = judge_runs(comparison, config.minutes)
     append_result(results, judgment, comparison, verdict)
-    return rows, f'{runs.format_comparison(comparison)}\n\n{verdict}, {duration}', \
+    return rows, f'{runs.format_comparison(comparison)}\n\n{verdict}: {explanation}', \
         EXIT_STATUS[verdict]
 
 

@@ -296,9 +296,24 @@ def name_positionals(cls, argv, key, several):
 # what a field accepts
 
 
+OTHER_NAMES = {  # our key: its names in other libraries, beside those that resemble ours
+    'start': 'prompt', 'max_new_tokens': 'max_length length', 'temperature': 'temp',
+    'init_from': 'model model_path model_name_or_path ckpt ckpt_path resume',
+    'max_iters': 'epochs num_epochs num_train_epochs steps num_steps iterations',
+    'block_size': 'seq_len seq_length max_seq_len max_length context_length context_size',
+    'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads',
+    'n_embd': 'hidden_size hidden_dim d_model dim embed_dim', 'dataset': 'data_dir data_path',
+    'learning_rate': 'lr', 'weight_decay': 'wd', 'grad_clip': 'max_grad_norm',
+    'batch_size': 'bs', 'gradient_accumulation_steps': 'grad_accum',
+    'dtype': 'precision fp16 bf16'}
+
+
 def did_you_mean(word, known, otherwise):
-    """A hint that names the known word most like a misspelled one, else `otherwise`."""
-    nearest = difflib.get_close_matches(word, known, n=1, cutoff=0.65)
+    """A hint that names the known word that other libraries call `word`, or the one that is most
+    like it, else `otherwise`."""
+    nearest = [key for key, others in OTHER_NAMES.items()
+               if key in known and word.replace('-', '_') in others.split()]
+    nearest += difflib.get_close_matches(word, known, n=1, cutoff=0.65)
     return f'did you mean {nearest[0]}?' if nearest else otherwise
 
 

@@ -25,7 +25,7 @@ from configurator import load_config
 from plaingpt.checks.model_checks import attention_is_causal, check_length, small_model
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import open_dataset_spec
-from plaingpt.data.overlap import share_trained_on, windows_of
+from plaingpt.data.overlap import describe_share, share_trained_on, windows_of
 from plaingpt.data.text_files import read_text
 from plaingpt.data.tokenizers import IdsTokenizer, token_bytes, vocabulary_of
 from plaingpt.inference import lm_eval_model
@@ -80,8 +80,9 @@ class TextStream:
 
     def __init__(self, path, tokenizer):
         start = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+        text = read_text(path)
         try:
-            self.ids = np.concatenate([start, tokenizer.encode(read_text(path))]).astype(np.int64)
+            self.ids = np.concatenate([start, tokenizer.encode(text)]).astype(np.int64)
         except UserError as e:
             raise UserError(f'{path}: {e}') from None
         if len(self.ids) < 2:
@@ -173,11 +174,12 @@ def compare_with_training(task, stream, config, weights):
     if task != 'text' and config.dataset in ('', own_dataset) \
             and open_dataset_spec(own_dataset).identity('train') == weights.state['data']:
         return {}
-    share = share_trained_on(*windows_of(stream), trained_on(weights))
-    if share is None:
+    sketches = trained_on(weights)
+    if not sketches:
         return {}
-    print0(f'  {100 * share:.3g}% of this text was in the training text of {weights.source}')
-    return {'in_train': share}
+    share = share_trained_on(*windows_of(stream), sketches)
+    print0('  ' + describe_share(share, 'this text', f'the training text of {weights.source}'))
+    return {} if share is None else {'in_train': share}
 
 
 class SequenceLosses(torch.nn.Module):

@@ -21,9 +21,9 @@ from configurator import load_config
 from plaingpt.data.dataset import parse_dataset_spec
 from plaingpt.inference.gguf_export import DTYPES, write_gguf
 from plaingpt.inference.hf_architectures import OWN_CODE
-from plaingpt.inference.hf_export import write_hf
+from plaingpt.inference.hf_export import check_export, write_hf
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.formatting import printable
+from plaingpt.system.formatting import count_of, printable
 from plaingpt.training.open_weights import ModelChoice, load
 
 
@@ -46,9 +46,10 @@ def model_card(name, architecture, model, source, state):
     run. It contains no local paths. state: state.json of a run's checkpoint, or {}"""
     c = model.config
     facts = {
-        'architecture': f'{c.n_layer} layers, {c.n_head} heads, {c.n_embd} channels',
+        'architecture': f'{count_of(c.n_layer, "layer")}, {count_of(c.n_head, "head")}, '
+                        f'{count_of(c.n_embd, "channel")}',
         'parameters': f'{model.num_parameters():,}',
-        'context length': f'{c.block_size:,} tokens',
+        'context length': count_of(c.block_size, 'token'),
         'vocabulary size': f'{c.vocab_size:,}'}
     if state:
         datasets = [Path(name).name for name in parse_dataset_spec(state['config']['dataset'])]
@@ -98,7 +99,9 @@ def main(argv):
             write_gguf(folder / dest.name, model, tokenizer, config.dtype)
             (folder / dest.name).rename(dest)
         else:
-            architecture = write_hf(folder, model, tokenizer, getattr(torch, config.dtype))
+            dtype = getattr(torch, config.dtype)
+            architecture = write_hf(folder, model, tokenizer, dtype)
+            is_checked = check_export(folder, model, dtype)
             card = model_card(dest.name, architecture, model, weights.source, weights.state)
             (folder / 'README.md').write_text(printable(card), encoding='utf-8')
             folder.rename(dest)
@@ -117,6 +120,9 @@ def main(argv):
         print('transformers loads it with model.py: from_pretrained(…, trust_remote_code=True)')
     elif architecture:
         print(f'transformers loads it as {architecture}')
+    if architecture and not is_checked:
+        print('the export was not compared with this model: that needs transformers 5 (pip install '
+              'transformers)')
 
 
 if __name__ == '__main__':

@@ -8,21 +8,31 @@
 
 import math
 import sys
+import textwrap
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from configurator import load_config
+from configurator import load_config, options_of
 from model import GPT
+from plaingpt.data.dataset import (
+    describe_batches,
+    describe_epochs,
+    has_token_files,
+    open_dataset_spec,
+)
 from plaingpt.experiments.speed import estimate_step, planned_gpt_config
 from plaingpt.parallel.blocks import CHECKPOINT_MODES
 from plaingpt.system import devices
+from plaingpt.system.distributed import World
 from plaingpt.system.errors import run_script
 from plaingpt.system.formatting import GIB, count_of, duration, gib, short
 from plaingpt.training import memory
 from plaingpt.training.checkpoint import KEEP_NEWEST
+from plaingpt.training.progress import make_clock
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.start import StartingPoint
+from plaingpt.training.start import StartingPoint, resolve_minutes
+from train import open_batches
 
 COUNTED_DEPTHS = (100, 102)  # the parameters of deeper models are extrapolated from these
 
@@ -53,6 +63,9 @@ class PlanConfig(TrainConfig):
 
     def world_size(self):
         return self.processes
+
+    def supports_minutes(self):
+        return True
 
 
 def find_machine(config, gpt_config):
@@ -103,7 +116,7 @@ def print_memory(gpt_config, config, dtype, device_type, available):
     plan = memory.predict(gpt_config, config, dtype, device_type)
     parallel = f', {config.parallel}' if config.processes > 1 else ''
     print(f'memory per process: {config.accumulation() // config.processes} × '
-          f'{config.batch_size} sequences per step, {dtype}{parallel}; peak in '
+          f'{count_of(config.batch_size, "sequence")} per step, {dtype}{parallel}; peak in '
           f'"{plan.peak_phase}"')
     for category, size in plan.phases[plan.peak_phase].items():
         print(f'  {gib(size):>12}  {category}')
@@ -131,8 +144,8 @@ def print_memory(gpt_config, config, dtype, device_type, available):
     return plan
 
 
-def print_run(gpt_config, config, tokens, source, step_s):
-    """Print the tokens that the run reads, and its time. step_s: seconds per step, or None"""
+def count_model(gpt_config):
+    """→ (parameters, FLOPs per token), extrapolated for a deep model"""
     parameters = flops_per_token = 0
     depths = memory.interpolation_weights(gpt_config.n_layer, *COUNTED_DEPTHS)
     for n_layer, weight in depths.items():
@@ -140,31 +153,70 @@ def print_run(gpt_config, config, tokens, source, step_s):
             gpt = GPT(replace(gpt_config, n_layer=n_layer))
         parameters += weight * gpt.num_parameters()
         flops_per_token += weight * gpt.flops_per_token()
-    parameters = round(parameters)
-    total_tokens = config.max_iters * config.step_tokens()
-    print(f'tokens: {config.step_tokens():,} per step, {short(total_tokens)} in total, '
-          f'{total_tokens / parameters:.3g} tokens per parameter ({parameters:,} parameters)')
-    if tokens:
-        print(f'  {source}: {short(tokens)} tokens, {total_tokens / tokens:.3g} epochs')
-    else:
-        print(f'  {source}: assuming a vocabulary of {gpt_config.vocab_size:,}')
-    flops = flops_per_token * total_tokens
-    estimate = ''
-    if step_s:
-        estimate = f', about {duration(config.max_iters * step_s)} at the step time measured here'
-    print(f'time: {count_of(config.max_iters, "iteration")}, {float(flops):.3g} FLOPs{estimate}')
+    return round(parameters), float(flops_per_token)
+
+
+def print_run(gpt_config, config, start, size, step_s):
+    """Print the tokens that the run reads, and the time until it ends. size: (training tokens or
+    None, their source); step_s: seconds per step as measured here, or None"""
+    parameters, flops_per_token = count_model(gpt_config)
+    basis = 'at the step time measured here'
     mfu_by_optimizer, _ = devices.MEASURED.get(config.gpu, ({}, 0))
     mfu = mfu_by_optimizer.get(config.optimizer)
     if mfu:
-        seconds = flops / (mfu * devices.peak_flops(config.gpu, 'bfloat16') * config.processes)
-        print(f'  {duration(seconds)} on {count_of(config.processes, config.gpu)} without '
-              f'evaluations, at an MFU of {mfu:.0%} (measured with GPT-2 124M)')
+        flops_per_s = mfu * devices.peak_flops(config.gpu, 'bfloat16') * config.processes
+        step_s = flops_per_token * config.step_tokens() / flops_per_s
+        basis = f'on {count_of(config.processes, config.gpu)} without evaluations, at an MFU of ' \
+                f'{mfu:.0%} (measured with GPT-2 124M)'
+    done = start.checkpoint.iter_num if start.resumed else 0
+    if config.minutes:
+        clock = make_clock(config, start)
+        seconds = clock.total_s - clock.used_s
+        time, last_iter = duration(seconds), None
+        if step_s:
+            last_iter = done + round(seconds / step_s)
+            time += f', about {count_of(last_iter - done, "iteration")} {basis}'
+    else:
+        last_iter = max(done, config.max_iters)
+        flops = (last_iter - done) * config.step_tokens() * flops_per_token
+        time = f'{count_of(last_iter - done, "iteration")}, {flops:.3g} FLOPs'
+        if step_s:
+            time += f', about {duration((last_iter - done) * step_s)} {basis}'
+    print_tokens(config, start, size, parameters, last_iter)
+    print(f'time{" left" if start.resumed else ""}: {time}')
+
+
+def print_tokens(config, start, size, parameters, last_iter):
+    """Print what the run reads until `last_iter` (None: unknown), as train.py does if the data is
+    prepared."""
+    tokens, data = size
+    total = last_iter * config.step_tokens() if last_iter else None
+    if has_token_files(config.dataset):
+        dataset = open_dataset_spec(config.dataset, config.vocab_size)
+        train_data, val_data = open_batches(config, dataset, World(size=config.processes),
+                                            torch.device('cpu'), start.checkpoint)
+        data = describe_batches(config, dataset, train_data, val_data)
+        if last_iter:
+            total = train_data.tokens_before(last_iter)
+        if last_iter and config.minutes:
+            data += f'\nabout {", ".join(describe_epochs(dataset, train_data, last_iter))}'
+    elif tokens:
+        data += f': {short(tokens)} tokens'
+        if total:
+            data += f', {total / tokens:.3g} epochs'
+    line = f'tokens: {config.step_tokens():,} per step'
+    if total:
+        line += f', {short(total)} in total, {total / parameters:.3g} tokens per parameter'
+    print(f'{line} ({parameters:,} parameters)\n{textwrap.indent(data, "  ")}')
 
 
 def main(argv):
     start = StartingPoint(verifies=False)
     config = load_config(PlanConfig, argv, __doc__, read_saved=start.read)
+    config = resolve_minutes(config, start, options_of(PlanConfig, argv).keys())
     gpt_config, tokens, source = planned_gpt_config(config, start)
+    if not tokens:
+        source += f': assuming a vocabulary of {gpt_config.vocab_size:,}'
     device, dtype, available = find_machine(config, gpt_config)
     print('simulating one step on meta tensors …', file=sys.stderr, flush=True)
     config = resolve(config, gpt_config, dtype, device.type, available)
@@ -172,7 +224,7 @@ def main(argv):
     step_s = None
     if not config.gpu_memory_gb and config.processes == 1 and plan.total <= available:
         step_s = estimate_step(gpt_config, config, device, dtype)
-    print_run(gpt_config, config, tokens, source, step_s)
+    print_run(gpt_config, config, start, (tokens, source), step_s)
     between_steps = plan.phases['between steps']
     checkpoint = between_steps['weights'] + between_steps['optimizer']
     if config.parallel == 'fsdp':  # each process has a shard

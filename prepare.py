@@ -155,7 +155,13 @@ def print_next_command(name, corpus, folder, tokenizer):
     """Print the command that trains on the dataset."""
     dataset = folder.name if folder.parent == Path('data') else os.path.join('.', folder)
     recipe = corpus.recipe
-    if name == 'chat' and not is_tokenizer_name(tokenizer) and not is_dataset(tokenizer):
+    if corpus.gpu_recipe:
+        import torch  # takes a second
+        recipe = corpus.gpu_recipe if torch.cuda.is_available() else corpus.recipe
+    if not is_tokenizer_name(tokenizer) and not is_dataset(tokenizer):  # fine-tune its model
+        if name != 'chat':
+            is_run = any(Path(tokenizer, file).exists() for file in ('checkpoints', 'state.json'))
+            recipe = CORPORA['text' if is_run else 'shakespeare'].recipe
         recipe += f' --init_from={quoted(tokenizer)}'
     elif name == 'chat' and tokenizer not in ('auto', 'gpt2'):
         recipe = CORPORA['text'].recipe  # from scratch: which run has this tokenizer is not known
@@ -189,7 +195,8 @@ def prepare_text(name, corpus, folder, config):
     if not is_tokenizer_name(tokenizer_name):
         existing = load_tokenizer(tokenizer_name, for_chat)
     if for_chat:
-        reader = ConversationReader((config.prompt, config.completion) if config.prompt else ())
+        columns = (config.prompt, config.completion) if config.prompt else ()
+        reader = ConversationReader(columns, tokenizer=existing if is_chat(existing) else None)
     else:
         reader = TextReader(config.text_field or corpus.text_field, separators_for(existing))
     source = open_source(name, corpus, config, folder, reader)

@@ -13,24 +13,29 @@ import re
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Literal
 
 from configurator import load_config
-from plaingpt.data.tokenizers import is_chat
+from plaingpt.data.tokenizers import IdsTokenizer, is_chat
 from plaingpt.inference.text_generator import Sampling, list_stop_strings, print_text
 from plaingpt.system.errors import UserError, run_script
+from plaingpt.system.formatting import count_of, shown
 from plaingpt.training.open_weights import GeneratorChoice, open_generator
 
 ESCAPE = re.compile(r'\\(?:[nrt\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})')
 
 
+@cache  # a command line is read again for each config file in it, but says this once
 def unescape(text):
-    r"""Replace the escapes \n \r \t \\ \x41 \u00e9 in a command-line value by their characters. Any
-    other backslash stays."""
-    def character(match):
-        return ast.literal_eval(f"'{match[0]}'")
-    return ESCAPE.sub(character, text)
+    r"""Decode the escapes \n \r \t \\ \x41 \u00e9 in a command-line value, and print those that it
+    has. Any other backslash stays."""
+    # in an ASCII locale, Python passes other letters on as undecoded bytes
+    text = text.encode('utf-8', 'surrogateescape').decode('utf-8', 'replace')
+    if escapes := dict.fromkeys(ESCAPE.findall(text)):
+        print(f'decoded {" ".join(escapes)} in {shown(text):.60}; for a backslash, write \\\\',
+              file=sys.stderr)
+    return ESCAPE.sub(lambda match: ast.literal_eval(f"'{match[0]}'"), text)
 
 
 def parse_start(text):
@@ -43,8 +48,8 @@ def parse_stop(text):
 
 @dataclass
 class SampleConfig(Sampling, GeneratorChoice):
-    # prompts
-    start: Annotated[str, parse_start] = '\n'  # prompt (may contain \n, \t, \x41), or FILE:path
+    # prompts; escapes such as \n are decoded, and a line says so
+    start: Annotated[str, parse_start] = '\n'  # prompt, or FILE:path
     stop: Annotated[str, parse_stop] = ''  # stop string, or a JSON list: ["\n\n", "User:"]
     num_samples: int = 10  # number of samples
     chat: bool = False  # chat with the model in the terminal
@@ -81,6 +86,8 @@ def print_samples(generator, config):
         from plaingpt.data.text_files import read_text
         start = read_text(start.removeprefix('FILE:'))
     prompt = generator.encode(start, 'start')
+    if isinstance(generator.tokenizer, IdsTokenizer):
+        start = f'IDS:{generator.tokenizer.decode(prompt)}'  # blank text is the id 0
     stop = config.stop_strings()
     if config.stream:
         for i in range(config.num_samples):
@@ -119,6 +126,9 @@ def run_chat(generator, config):
         except KeyboardInterrupt:
             print('\ntype /quit or press Ctrl-D to exit')
             continue
+        except UnicodeDecodeError:
+            raise UserError('stdin: the messages are not UTF-8: convert them, for example with '
+                            'iconv') from None
         if line == '/quit':
             return
         if line == '/reset':
@@ -161,7 +171,7 @@ def main(argv):
         print_samples(generator, config)
     if generator.tokens:
         tokens_per_s = generator.tokens / generator.seconds
-        print(f'{generator.tokens:,} tokens in {generator.seconds:.1f} s: '
+        print(f'{count_of(generator.tokens, "token")} in {generator.seconds:.1f} s: '
               f'{tokens_per_s:,.0f} tokens/s', file=sys.stderr)
 
 

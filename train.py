@@ -38,7 +38,7 @@ from plaingpt.system.distributed import (
 )
 from plaingpt.system.errors import phase, run_script
 from plaingpt.system.files import lock_output_dir
-from plaingpt.system.formatting import command_for, quoted
+from plaingpt.system.formatting import command_for, count_of, quoted
 from plaingpt.training.attention import use_fast_attention
 from plaingpt.training.checkpoint import KEEP_NEWEST, Saver
 from plaingpt.training.evaluation import check_tasks, mean_loss, mixture_stderr
@@ -124,7 +124,7 @@ def setup(config, start, world, device, device_why):
     config = fit_to_memory(with_gpt_config(config, gpt_config), gpt_config, dtype, device)
 
     # A batch is a function of the seed and the step; each process reads its share.
-    train_data, val_data = open_batches(config, dataset, world, device)
+    train_data, val_data = open_batches(config, dataset, world, device, start.checkpoint)
 
     # The model. With FSDP2, it is created on the meta device, and each rank allocates only its
     # shard.
@@ -147,8 +147,9 @@ def setup(config, start, world, device, device_why):
         initial = GPT(gpt_config).state_dict() if world.is_main else {}
         sharding.scatter(initial, model)
     model.to(device)
-    print0(f'GPT with {model.num_parameters():,} parameters: {gpt_config.n_layer} layers, '
-           f'{gpt_config.n_head} heads, {gpt_config.n_embd} channels')
+    print0(f'GPT with {model.num_parameters():,} parameters: '
+           f'{count_of(gpt_config.n_layer, "layer")}, {count_of(gpt_config.n_head, "head")}, '
+           f'{count_of(gpt_config.n_embd, "channel")}')
     print0(describe_batches(config, dataset, train_data, val_data))
 
     # The loop calls the compiled model, wrapped in DDP if there are several processes.
@@ -165,7 +166,7 @@ def setup(config, start, world, device, device_why):
 
     progress = Progress(eval_sequences=config.eval_sequences())
     if start.resumed:
-        progress = resume(config, start.checkpoint, step, model, train_data)
+        progress = resume(config, start.checkpoint, step, model)
     saver = Saver(config.out_dir, rank=world.rank, world_size=world.size, keep=KEEP_NEWEST,
                   background=device.type == 'cuda')
     return Run(config=config, start=start, world=world, device=device, dtype=dtype,
@@ -174,14 +175,16 @@ def setup(config, start, world, device, device_why):
                saver=saver, stop=StopRequest())
 
 
-def open_batches(config, dataset, world, device):
-    """Return the loaders of the training and the validation split."""
+def open_batches(config, dataset, world, device, checkpoint=None):
+    """Return the loaders of the training and the validation split. checkpoint: where to resume"""
     options = dict(rank=world.rank, world_size=world.size, device=device, seed=config.seed,
                    micro_steps=config.accumulation() // world.size)
     overfit_steps = 1 if config.check == 'overfit' else 0  # the first step's sequences only
     train_data = dataset.loader('train', config.block_size, config.batch_size,
                                 overfit_steps=overfit_steps, **options)
     val_data = dataset.loader('val', config.block_size, config.batch_size, **options)
+    if checkpoint:
+        train_data.resume_at(checkpoint.iter_num, checkpoint.state['sequences'])
     return train_data, val_data
 
 
@@ -194,15 +197,15 @@ def replicate(model, device):
     return ddp
 
 
-def resume(config, checkpoint, step, model, train_data):
-    """Restore everything except the weights from a checkpoint and return the Progress."""
+def resume(config, checkpoint, step, model):
+    """Restore everything except the weights and the position in the data from a checkpoint, and
+    return the Progress."""
     state = checkpoint.state
     iter_num = checkpoint.iter_num
     checkpoint.load_optimizer(step.optimizer, model)
     resume_ema(step.optimizer, config.average_decay, state['averaged_steps'])
     if state['scaler']:  # empty unless the checkpoint was trained in float16
         step.scaler.load_state_dict(state['scaler'])
-    train_data.resume_at(iter_num, state['sequences'])
     devices.set_rng_state(state['rng'], launched_world().rank, model.lm_head.weight.device)
     evaluated = state['evaluated'] and not config.eval_only  # eval_only evaluates again
     best_val_loss = state['best_val_loss']
@@ -232,7 +235,8 @@ def train(run, monitor):
             is_last = config.eval_only or fraction_done == 1
             eval_is_due = is_last or clock.evaluation_is_due(progress.iter_num, fraction_done)
             if eval_is_due and not progress.evaluated:
-                with suppress(Stopped), clock.timed_evaluation():
+                with suppress(Stopped), clock.timed_evaluation(), \
+                        monitor.metrics.paused('evaluation'):
                     evaluate(run, monitor, is_last)
             reason = run.stop.agreed_signal() or reason_to_stop(run, monitor, is_last)
             if reason or save_is_due(config, progress):
@@ -263,8 +267,8 @@ def freeze_existing_objects():
 
 def evaluate(run, monitor, is_last):
     """Measure and log the losses of both splits, the benchmarks and a sample, and record whether
-    the validation loss is the best so far. If a signal arrives, Stopped is raised before anything
-    is logged, and the resumed run evaluates again."""
+    the validation loss is below all earlier ones. If a signal arrives, Stopped is raised before
+    anything is logged, and the resumed run evaluates again."""
     step, progress = run.step, run.progress
     # The first evaluation of a new run reads one step's sequences only: enough to see that the loss
     # is about ln(vocab_size). A timed run evaluates in full, to measure how long that takes.
@@ -273,16 +277,11 @@ def evaluate(run, monitor, is_last):
     if is_short:
         sequences = min(sequences, run.config.step_sequences())
 
-    # without dropout, a single process can evaluate with the graph compiled for training
-    use_train_graph = bool(run.compile) and run.world.size == 1 and run.config.dropout == 0 \
-        and not run.config.eval_only
-
     def evaluate_split(loader):
-        return mean_loss(step.model, loader, sequences, step.autocast, run.stop,
-                         use_train_graph=use_train_graph)
+        return mean_loss(step.model, loader, sequences, step.autocast, run.stop)
 
     # with average_decay, evaluate the EMA of the weights
-    with monitor.metrics.paused('evaluation'), ema_weights(step.optimizer):
+    with ema_weights(step.optimizer):
         train_loss, _ = evaluate_split(run.train_data)
         # one result per corpus of a mixture, usually one in all
         results = [evaluate_split(loader) for loader in run.val_data.components]
@@ -291,8 +290,8 @@ def evaluate(run, monitor, is_last):
     run.stop.raise_if_stopped()
     val_loss = run.dataset.mean(losses)
     val_stderr = mixture_stderr(run.dataset, [stderr for _, stderr in results])
-    # a short evaluation is too noisy to compare with later ones
-    is_best = not is_short and progress.record_evaluation(val_loss, val_stderr)
+    # a short evaluation is one to beat, but is not called the best: there is no checkpoint of it
+    is_best = progress.record_evaluation(val_loss, val_stderr) and not is_short
     monitor.metrics.evaluation(progress.iter_num, train_loss, val_loss, val_stderr, is_best, sample)
     monitor.log_scores(scores)
 
@@ -306,8 +305,9 @@ def reason_to_stop(run, monitor, is_last):
     if is_last:
         return TIME_UP if run.config.minutes else FINISHED
     if 0 < patience <= progress.evals_since_best:
+        evaluations = count_of(progress.evals_since_best, 'evaluation')
         return f'patience={patience}: validation loss did not improve on ' \
-               f'{progress.best_val_loss:.4f} in the last {progress.evals_since_best} evaluations'
+               f'{progress.best_val_loss:.4f} in the last {evaluations}'
     return None
 
 
@@ -330,6 +330,7 @@ def save(run, monitor):
     # counters, tokenizer and data fingerprint, and logging state; see STATE_KEYS in checkpoint.py
     state = {**progress.state(), **run.dataset.state(), **monitor.state(),
              'config': asdict(run.config), 'left_s': run.clock.left_s(),
+             'evaluations': run.clock.evaluations,
              'sequences': run.train_data.sequences_before(progress.iter_num),
              'dtype': run.dtype, 'scaler': step.scaler.state_dict(),
              'averaged_steps': getattr(step.optimizer, 'averaged_steps', 0)}

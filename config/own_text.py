@@ -21,7 +21,7 @@ _shortest = min(len(_data.split(name)) for name in ('train', 'val')) if _data el
 _vocab = _data.vocab_size if _data else 1024
 
 batch_size = 8
-block_size = max(1, min(256, _shortest - 1))
+block_size = max(1, min(256, block_size, _shortest - 1))
 gradient_accumulation_steps = 1
 learning_rate = 6e-3  # the same for every width, because Muon's updates are
 _step = max(1, total_batch_size or batch_size * block_size * gradient_accumulation_steps)  # tokens
@@ -38,21 +38,23 @@ if not is_resumed(out_dir, init_from):  # a resumed run keeps its architecture
     _trained = min(_trained, max(8 * _epoch, 400 * _step))
     _parameters = min(_flops / (6 * _trained), 2e7)
 
-    # Solve 12·L·C² (blocks) + V·C (head) = parameters for C, a multiple of 64. At least 128, since
-    # a step with 64 channels is hardly faster.
-    n_layer = 4 if _parameters < 5e6 else 6
-    _blocks = 24 * n_layer
-    _channels = (math.sqrt(_vocab ** 2 + 2 * _blocks * _parameters) - _vocab) / _blocks
-    n_embd = 64 * max(2, round(_channels / 64))
-    n_head = max(1, n_embd // 64)
-    _parameters = max(_parameters, _blocks / 2 * n_embd ** 2 + _vocab * n_embd)
-    max_iters = round(min(_trained, _flops / (6 * _parameters)) / _step)  # --minutes overrides it
+    if init_from in ('scratch', 'auto'):  # other weights keep their architecture, too
+        # Solve 12·L·C² (blocks) + V·C (head) = parameters for C, a multiple of 64. At least 128,
+        # since a step with 64 channels is hardly faster.
+        n_layer = 4 if _parameters < 5e6 else 6
+        _blocks = 24 * n_layer
+        _channels = (math.sqrt(_vocab ** 2 + 2 * _blocks * _parameters) - _vocab) / _blocks
+        n_embd = 64 * max(2, round(_channels / 64))
+        n_head = max(1, n_embd // 64)
 
-    # The architecture of Qwen3, which llama.cpp runs too. After equal time, its loss is within 0.01
-    # bits per byte of that with conv=4, relu2 and LayerNorm: see docs/benchmarks.md
-    rotary = rmsnorm = qk_norm = True
-    mlp = 'swiglu'
-    tied_head = False
+        # The architecture of Qwen3, which llama.cpp runs too. After equal time, its loss is within
+        # 0.01 bits per byte of that with conv=4, relu2 and LayerNorm: see docs/benchmarks.md
+        rotary = rmsnorm = qk_norm = True
+        mlp = 'swiglu'
+        tied_head = False
+
+    _parameters = max(_parameters, 12 * n_layer * n_embd ** 2 + _vocab * n_embd)
+    max_iters = round(min(_trained, _flops / (6 * _parameters)) / _step)  # --minutes overrides it
 
 # Over many epochs a model memorizes the text, unless the weights decay. With this decay, they are
 # an average of the updates of about the last epoch (Wang and Aitchison 2024). From 3 to 6

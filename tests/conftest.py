@@ -11,18 +11,21 @@ import optparse
 import signal
 
 import pytest
+import tiktoken.load
 import torch
 from chat_model import train_chat_model
 from hub import HUB
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+from processes import ROOT
 from runs import TINY
-from sample_data import SHARED
+from sample_data import openai_gpt2
 
 import prepare
 import train
 from plaingpt.training import optimizers
 
-settings.register_profile('busy', deadline=None)  # the first example pays for imports
+# The first example pays for imports, and other programs may use the cores.
+settings.register_profile('busy', deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile('busy')
 
 
@@ -41,6 +44,7 @@ def working_directory(tmp_path_factory):
     """No test meets data/ and out*/ of who runs it, nor does a fixture of many tests."""
     os.chdir(tmp_path_factory.mktemp('cwd'))
     os.environ['HF_MODULES_CACHE'] = str(tmp_path_factory.mktemp('modules'))  # of transformers
+    pytest.MonkeyPatch().setenv('PYTHONPATH', str(ROOT / 'tests/stand_in'), prepend=os.pathsep)
 
 
 @pytest.fixture(autouse=True)
@@ -96,11 +100,11 @@ def chat_model(tmp_path_factory):
 
 
 @pytest.fixture
-def gpt2_tokenizer(monkeypatch):
-    """tiktoken finds the files of GPT-2's tokenizer."""
-    if not (SHARED / 'tiktoken_cache').exists():
-        pytest.skip("tiktoken's files are not there (PLAINGPT_SHARED names their folder)")
-    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
+def real_gpt2(monkeypatch):
+    """GPT-2's tokenizer has its real vocabulary, if tiktoken has downloaded that before."""
+    monkeypatch.setattr(tiktoken.load, 'read_file', lambda url: pytest.skip(
+        f"{url} is not in tiktoken's cache"))
+    monkeypatch.setitem(tiktoken.registry.ENCODINGS, 'gpt2', tiktoken.Encoding(**openai_gpt2()))
 
 
 @pytest.fixture

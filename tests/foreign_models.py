@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import torch
-from sample_data import SHARED
 
 from model import GPT, GPTConfig
+from plaingpt.data.tokenizers import GPT2Tokenizer
+from plaingpt.inference.hf_export import hf_tokenizer
 from plaingpt.inference.pretrained import open_pretrained
 
 
@@ -149,20 +150,14 @@ def save_model(folder, kind, vocab_size=512, scale=0.02, **sizes):
 
 
 def save_gpt2(folder, **sizes):
-    """A model as OpenAI's are on the hub, with random weights, saved → the GPT2LMHeadModel. It has
-    GPT-2's tokenizer if the files of tiktoken are beside the checkout."""
+    """A model as OpenAI's are on the hub, with random weights, saved → the GPT2LMHeadModel. One of
+    GPT-2's vocab_size has its tokenizer."""
     import transformers
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
     model.save_pretrained(folder)
-    files = sorted((SHARED / 'tiktoken_cache').glob('*'))  # encoder.json, vocab.bpe
-    if files and model.config.vocab_size == 50257:
-        made = Tokenizer(models.BPE.from_file(*map(str, files)))
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.post_processor = processors.ByteLevel(trim_offsets=False)
-        made.decoder = decoders.ByteLevel()
-        made.add_special_tokens([AddedToken('<|endoftext|>')])
-        made.save(str(folder / 'tokenizer.json'))
+    if model.config.vocab_size == GPT2Tokenizer.vocab_size:
+        (folder / 'tokenizer.json').write_text(
+            json.dumps(hf_tokenizer(GPT2Tokenizer()), ensure_ascii=False), encoding='utf-8')
         (folder / 'tokenizer_config.json').write_text('{"model_max_length": 1024}')
     return model

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from plaingpt.system.errors import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
+PATIENCE_S = 900  # with a process that takes seconds: other programs may use the cores
 
 
 def copy_project(folder):
@@ -52,7 +53,7 @@ def run(*command, cwd=None, typed=''):
     """Run a command as a user would, who types text into it → its stdout. Fails the test if it
     fails."""
     done = subprocess.run([*map(str, command)], cwd=cwd, input=typed, text=True,
-                          capture_output=True, timeout=300)
+                          capture_output=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -74,7 +75,7 @@ def fork(main, *argv, log, before=None, **env):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # No process outlives a test that fails; one that hangs says where.
-    faulthandler.dump_traceback_later(300, exit=True, file=2)
+    faulthandler.dump_traceback_later(PATIENCE_S, exit=True, file=2)
     tqdm.set_lock(threading.RLock())  # its own is shared with forks, which may be killed with it
     code = 0
     try:
@@ -139,9 +140,9 @@ def exit_code(pid):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition):
     """Wait for another process to bring it about."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -2,32 +2,26 @@
 
 import hashlib
 import json
-import os
 import random
+import runpy
 from functools import partial
-from pathlib import Path
+from importlib import metadata
 
 import numpy as np
 import pytest
-from processes import ROOT
 
 import prepare
 from plaingpt.data.chat_tokenizer import ChatTokenizer
 from plaingpt.data.tokenizers import ByteTokenizer
 from plaingpt.inference import lm_eval_model
 
-SHARED = Path(os.environ.get('PLAINGPT_SHARED', ROOT.parent / 'shared'))
-
-
-def shared_file(name):
-    """A file of real text that is beside the checkout on some machines; skips where absent."""
-    path = SHARED / 'data' / name
-    if not path.exists():
-        pytest.skip(f'{path} is not there (PLAINGPT_SHARED names its folder)')
-    return path
-
-
 CHAT = ChatTokenizer(ByteTokenizer())
+
+
+def openai_gpt2():
+    """What tiktoken's own module, behind the stand-in, makes of OpenAI's files for GPT-2."""
+    module = metadata.distribution('tiktoken').locate_file('tiktoken_ext/openai_public.py')
+    return runpy.run_path(str(module))['gpt2']()
 
 
 def ask(question, answer, *more):

@@ -40,8 +40,9 @@ from pages import (
     text_of,
     why_left_out,
 )
-from processes import ROOT, ranks, wait_until
-from sample_data import SHARED, write_tasks
+from processes import PATIENCE_S, ROOT, ranks, wait_until
+from runs import tick
+from sample_data import write_tasks
 
 import train
 from configurator import load_config
@@ -174,9 +175,8 @@ def follow(page, folder, trained, shorter=False):
     with pytest.MonkeyPatch.context() as patch, HUB.emptied(), ExitStack() as servers:
         patch.chdir(folder)
         patch.setenv('WANDB_MODE', 'offline')
-        patch.setenv('PYTHONPATH', str(ROOT))
-        if (SHARED / 'tiktoken_cache').exists():  # else it is downloaded
-            patch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
+        tick(patch)
+        patch.setenv('PYTHONPATH', str(ROOT), prepend=os.pathsep)
         fill_hub(patch)
         if not (folder / 'book.txt').exists():
             write_own_files(folder, trained)
@@ -243,7 +243,7 @@ def run_shell(lines):
     """Give commands at the same time → (exit code of the last, all that they printed)."""
     started = [subprocess.Popen(line, shell=True, text=True, stdout=subprocess.PIPE,
                                 stderr=subprocess.STDOUT) for line in lines]
-    output = ''.join(process.communicate(timeout=300)[0] for process in started)
+    output = ''.join(process.communicate(timeout=PATIENCE_S)[0] for process in started)
     return max(process.returncode for process in started), output
 
 
@@ -310,6 +310,13 @@ def test_the_commands_of_the_readme_work(trained, tmp_path):
 def test_the_commands_of_a_page_work(page, trained, after_readme, tmp_path):
     shutil.copytree(after_readme, tmp_path / 'plaingpt', symlinks=True)
     follow(page, tmp_path / 'plaingpt', trained)  # asserts
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_a_precision_is_shown_only_where_the_command_names_it_or_a_gpu(page):
+    for command in all_commands(page):
+        if re.search(r'float(16|32)', ' '.join(command.output)):
+            assert re.search(r'--(dtype|gpu)', command.line), command.line
 
 
 @pytest.mark.parametrize('pattern', LEFT_OUT)

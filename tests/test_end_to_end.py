@@ -54,9 +54,7 @@ def val_loss(theirs):
 
 
 @pytest.mark.parametrize('kind', ['char', 'bpe:300', 'gpt2'])
-def test_a_model_of_text_writes_the_same_in_transformers(kind, text_file, request):
-    if kind == 'gpt2':
-        request.getfixturevalue('gpt2_tokenizer')
+def test_a_model_of_text_writes_the_same_in_transformers(kind, text_file):
     command('prepare', 'text', text_file, f'--tokenizer={kind}', '--data_dir=data/mine')
     theirs = train_resume_evaluate_export(*MODEL)
     from transformers import AutoTokenizer
@@ -97,7 +95,7 @@ def test_a_chat_model_answers_the_same_in_transformers():
     assert f'> {answer}\n> ' in said
 
 
-def test_gpt2_by_its_name_writes_the_same_in_transformers(hub, gpt2_tokenizer):
+def test_gpt2_by_its_name_writes_the_same_in_transformers(hub):
     theirs = save_gpt2(hub.model('openai-community/gpt2'))
     from transformers import AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(hub.model('openai-community/gpt2'))
@@ -107,7 +105,7 @@ def test_gpt2_by_its_name_writes_the_same_in_transformers(hub, gpt2_tokenizer):
 
 
 @pytest.mark.slow
-def test_gpt2_by_its_name_is_trained(hub, gpt2_tokenizer, text_file):
+def test_gpt2_by_its_name_is_trained(hub, text_file):
     save_gpt2(hub.model('openai-community/gpt2'))
     command('prepare', 'text', text_file, '--tokenizer=gpt2', '--data_dir=data/mine')
     command('train', *TRAIN, '--init_from=gpt2', '--max_iters=1', '--eval_iters=1',

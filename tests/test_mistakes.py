@@ -4,13 +4,11 @@ Each line is broken in a copy of the project, where the named test, one of those
 runs, has to fail.
 """
 
-import os
 import subprocess
 import sys
 
 import pytest
-from processes import copy_project
-from sample_data import SHARED
+from processes import PATIENCE_S, copy_project
 
 # file, line, what it becomes, test that fails then
 MISTAKES = {
@@ -60,8 +58,7 @@ def copy(tmp_path_factory):
 def passes(folder, *tests):
     done = subprocess.run(
         [sys.executable, '-B', '-m', 'pytest', '-q', '-x', '-n', '0', *tests], cwd=folder,
-        env={**os.environ, 'PLAINGPT_SHARED': str(SHARED.resolve())}, capture_output=True,
-        text=True, timeout=600)
+        capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode in (0, 1), done.stdout + done.stderr  # 1: tests failed
     return done.returncode == 0
 

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from processes import ROOT
+from processes import PATIENCE_S, ROOT
 
 from model import GPT, GPTConfig, NgramEmbedding, ShortConv
 from plaingpt.parallel.blocks import apply_activation_checkpointing
@@ -262,7 +262,7 @@ def test_the_file_works_without_any_other(tmp_path):
     shutil.copy(ROOT / 'model.py', tmp_path)
     (tmp_path / 'mine.py').write_text(ALONE)
     done = subprocess.run([sys.executable, 'mine.py'], cwd=tmp_path, text=True, capture_output=True,
-                          env={**os.environ, 'PYTHONPATH': ''}, timeout=120)
+                          env={**os.environ, 'PYTHONPATH': ''}, timeout=PATIENCE_S)
     assert done.stdout == f'{[i % 10 for i in range(24)]}\n', done.stderr
 
 

@@ -13,12 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from processes import ROOT, exit_code, fails, fork
-from sample_data import shared_file
 
 import prepare
+from configurator import load_config
 from plaingpt.data.corpora import CORPORA, Corpus, find_packages, find_standard_library
 from plaingpt.data.dataset import dataset_folder, open_dataset
+from plaingpt.training.settings import TrainConfig
+from plaingpt.training.start import StartingPoint
 
 
 def meta_of(folder):
@@ -30,14 +33,14 @@ def decoded(folder, split):
     return dataset.tokenizer().decode(np.fromfile(folder / f'{split}.bin', '<u2'))
 
 
-def test_tiny_shakespeare_is_nanogpts(tmp_path, gpt2_tokenizer):
-    source = shared_file('tinyshakespeare.txt')
-    for name, counts in (('shakespeare_char', [1_003_854, 111_540]),
-                         ('shakespeare', [301_966, 36_059])):
-        prepare.main([name, f'--input={source}', f'--data_dir={tmp_path}/{name}'])
-        splits = meta_of(tmp_path / name)['splits']
-        assert [splits[split]['tokens'] for split in ('train', 'val')] == counts
-        assert ''.join(decoded(tmp_path / name, split) for split in splits) == source.read_text()
+@pytest.mark.parametrize('name', ['shakespeare_char', 'shakespeare'])
+def test_shakespeare_is_split_where_nanogpt_splits_it(name, text_file, tmp_path):
+    text = text_file.read_text()[:9_994]
+    (tmp_path / 'input.txt').write_text(text)
+    prepare.main([name, '--input=input.txt', '--data_dir=d'])
+    middle = int(len(text) * 0.9)
+    assert [decoded(tmp_path / 'd', split) for split in ('train', 'val')] == [
+        text[:middle], text[middle:]]
 
 
 def test_the_standard_library_comes_without_tests_or_installed_packages():
@@ -88,7 +91,8 @@ def test_a_corpus_of_local_files_is_one_entry_of_the_table(tmp_path, monkeypatch
 
 def test_the_recipe_of_each_corpus_is_there():
     for corpus in CORPORA.values():
-        assert (ROOT / corpus.recipe.split()[0]).exists()
+        for recipe in filter(None, (corpus.recipe, corpus.gpu_recipe)):
+            assert (ROOT / recipe.split()[0]).exists()
 
 
 @pytest.mark.parametrize('content', [None, b'', b' \n\t ', b'x', b'good\n \xff bad'])
@@ -172,6 +176,23 @@ def test_memory_does_not_grow_with_the_corpus(tokenizer, tmp_path):
             tracemalloc.stop()
 
     assert peak(40_000_000) < peak(20_000_000) + 5_000_000
+
+
+def test_the_next_command_fine_tunes_the_model_whose_tokenizer_was_named(
+        trained, text_file, capsys):
+    prepare.main(['text', str(text_file), f'--tokenizer={trained}', '--data_dir=more'])
+    following = re.search(r'^next: .*train.py (.*)', capsys.readouterr().out, re.M)[1].split()
+    assert f'--init_from={trained}' in following
+    config = load_config(TrainConfig, following, read_saved=StartingPoint().read)
+    assert config.block_size == 16  # the model's
+
+
+@pytest.mark.parametrize(('has_gpu', 'recipe'), [
+    (False, 'config/shakespeare_char_cpu.py'), (True, 'config/shakespeare_char.py')])
+def test_the_next_command_is_for_this_machine(has_gpu, recipe, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: has_gpu)
+    prepare.print_next_command('shakespeare_char', CORPORA['shakespeare_char'], Path('d'), 'auto')
+    assert f'train.py {recipe} ' in capsys.readouterr().out
 
 
 def test_the_next_command_finds_what_was_prepared(text_file, capsys):

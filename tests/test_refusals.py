@@ -17,7 +17,10 @@ train text.txt                              → text.txt .py
 train --max_iters 10                        → --max_iters=10
 train -batch_size=3                         → -batch_size=3 --key=value
 train --learning_rte=1e-3                   → learning_rte learning_rate
-train --epochs=3                            → epochs --help
+train --epochs=3                            → epochs max_iters
+train --lr=3                                → lr learning_rate
+train --seq-len=8                           → seq-len block_size
+train --unheard_of=3                        → unheard_of --help
 train --batch_size                          → --batch_size=VALUE
 train --batch_size=1.5                      → batch_size=1.5
 train --compile=1                           → compile=1 auto
@@ -72,6 +75,8 @@ sample run --batch_size=0                   → batch_size
 sample run '--stop=["a", 5]'                → stop= JSON
 sample run --device=cuda:99                 → cuda
 sample run --chat                           → --start
+sample run --prompt=a                       → prompt start
+sample run --max_tokens=5                   → max_tokens max_new_tokens
 sample --init_from=gpt5                     → gpt5
 sample out-none                             → out-none
 sample .                                    → ckpt.pt --init_from=ckpt.pt

@@ -1,5 +1,6 @@
 import gzip
 
+import pytest
 from runs import model_of
 
 import sample
@@ -65,6 +66,19 @@ def test_escapes_are_read_where_they_are_typed():
     config = load_config(sample.SampleConfig, [f'--start={TYPED}', f'--stop={TYPED}'])
     assert config.start == READ
     assert config.stop_strings() == [READ]
+
+
+@pytest.mark.parametrize(('typed', 'decoded'), [
+    (r'\theta', r'\t'), (r'C:\temp\new.txt', r'\t \n'), (r'ROMEO:\nWhat', r'\n'),
+    (r'\\alpha', r'\\')])
+def test_a_line_says_which_escapes_were_decoded(typed, decoded, capsys):
+    load_config(sample.SampleConfig, [f'--start={typed}'])
+    assert f'{decoded} in {typed}' in capsys.readouterr().err
+
+
+def test_bytes_that_an_ascii_locale_leaves_undecoded_are_utf8():
+    typed = 'größer'.encode().decode('ascii', 'surrogateescape')
+    assert load_config(sample.SampleConfig, [f'--start={typed}']).start == 'größer'
 
 
 def test_a_path_has_no_escapes():

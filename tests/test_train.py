@@ -2,16 +2,19 @@
 keeps over an interruption is in tests/training."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
-from processes import ROOT
-from runs import lines, model_of
+from processes import ROOT, options
+from runs import TINY, lines, model_of
 from sample_data import write_tasks
 
+import prepare
+import sample
 import train
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import monitor
@@ -35,6 +38,18 @@ def test_exactly_max_iters_updates_are_made(tiny, tmp_path):
     saved.load_optimizer(optimizer, model)
     assert saved.iter_num == 5
     assert {int(state['step']) for state in optimizer.state.values()} == {5}
+
+
+def test_one_of_a_thing_is_printed_in_the_singular(tmp_path, capsys):
+    (tmp_path / 'a.txt').write_text('ab' * 99)
+    prepare.main(['text', 'a.txt', '--tokenizer=char', '--data_dir=d'])
+    ones = options(n_layer=1, n_head=1, n_embd=1, block_size=8, batch_size=1, max_iters=1,
+                   eval_iters=1, gradient_accumulation_steps=1, warmup_iters=0)
+    train.main([*TINY, *ones, '--dataset=./d', '--check=False'])
+    sample.main(['out', '--device=cpu', '--start=a', '--num_samples=1', '--max_new_tokens=1'])
+    printed = ''.join(capsys.readouterr())
+    assert '1 layer,' in printed
+    assert re.findall(r'(?<![\d.,])\b1 \w+s\b', printed) == []
 
 
 def test_the_last_weights_are_evaluated(tiny, tmp_path):
@@ -94,9 +109,33 @@ def test_a_run_of_no_steps_saves_no_weights(tiny, tmp_path, capsys):
 
 def test_always_save_checkpoint_false_saves_the_best_besides_the_last(tiny, tmp_path):
     train.main([*tiny, '--always_save_checkpoint=False', '--learning_rate=0.0', '--min_lr=0.0'])
-    # no evaluation is better than the first, and the end is there to resume from
+    # no evaluation is better than that of the initial model; the end is there to resume from
     assert [path.name for path in checkpoints.checkpoint_paths(tmp_path / 'out')] \
-        == ['iter-00000003', 'iter-00000006']
+        == ['iter-00000006']
+
+
+@pytest.mark.parametrize('learning_rate', [3e-3, 0.1, 3.0])
+def test_best_is_printed_where_a_loss_is_below_all_before_it(
+        learning_rate, tiny, tmp_path, capsys):
+    train.main([*tiny, f'--learning_rate={learning_rate}', '--eval_interval=1', '--grad_clip=0'])
+    printed = capsys.readouterr().out
+    losses = [row['val_loss'] for row in lines(tmp_path / 'out', 'val_loss')]
+    assert [line.endswith(' best') for line in printed.splitlines() if 'val loss' in line] \
+        == [i > 0 and loss < min(losses[:i]) for i, loss in enumerate(losses)]
+
+
+@pytest.mark.parametrize('learning_rate', [3e-3, 3.0])
+def test_a_run_ends_with_the_checkpoint_that_sampling_takes(
+        learning_rate, tiny, tmp_path, capsys):
+    train.main([*tiny, f'--learning_rate={learning_rate}', '--eval_interval=1'])
+    best = checkpoints.find(tmp_path / 'out', 'best')
+    named = re.findall(r'sample\.py uses .*iteration (\d+)', capsys.readouterr().out)
+    assert named == ([] if best.iter_num == 6 else [str(best.iter_num)])
+
+
+def test_patience_counts_from_the_initial_loss(tiny, tmp_path):
+    train.main([*tiny, '--learning_rate=3.0', '--eval_interval=1', '--patience=2'])
+    assert checkpoints.find(tmp_path / 'out').iter_num == 2
 
 
 def test_nothing_waits_for_the_device_on_steps_that_are_not_logged(tiny, monkeypatch):

@@ -120,7 +120,6 @@ def is_noticed(folder, mutant, tests):
 
 
 def main(names):
-    os.environ.setdefault('PLAINGPT_SHARED', str(ROOT.parent / 'shared'))
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(COPIES) as pool:
         folders = [Path(temporary, f'copy{n}') for n in range(COPIES)]
         for folder in folders:

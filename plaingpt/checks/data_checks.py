@@ -10,10 +10,16 @@ import torch
 from plaingpt.checks.model_checks import NotChecked
 from plaingpt.system.distributed import all_gather, gloo_group
 from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import count_of
 
 EXCERPTS, EXCERPT_TOKENS = 8, 1024  # per corpus, to decode and encode again
 VARY_EXCERPTS = 64  # per corpus, to look for a repeated id
 MIN_RATE = 1e-3  # share of the peak learning rate below which nothing is learned
+# Weights are an average of the updates of the last 1 / (learning rate × weight_decay) steps (Wang
+# and Aitchison 2024), which should be 10 or more. AdamW and Muon keep them below 1 / weight_decay
+# (Xie and Li 2024), which should be well above the 0.02 of their initialization. The recipes have a
+# product of at most 0.07, and a decay of at most 6.
+MAX_SHRINKAGE, MAX_DECAY = 0.1, 20
 EPOCH_SEQUENCES = 2**12  # sequences of an epoch to check, at most
 
 
@@ -76,8 +82,9 @@ def check_epoch(loader):
                          for step in range(steps) for micro in range(loader.micro_steps)])
     distinct = len(np.unique(ids))
     if distinct < len(ids):
-        return f'sequences repeat: only {distinct} of the {len(ids)} in the first {steps} steps ' \
-               'are distinct; each step, micro-batch and process needs its own'
+        return f'sequences repeat: only {distinct} of the {len(ids)} in the first ' \
+               f'{count_of(steps, "step")} are distinct; each step, micro-batch and process ' \
+               'needs its own'
     half = EPOCH_SEQUENCES // 2
     starts = loader.sequence_starts(np.unique(np.r_[:min(n, half), max(0, n - half):n]))
     distinct = len(np.unique(starts))
@@ -103,8 +110,8 @@ def evaluation_reads_every_sequence_once(run):
         distinct = len(np.unique(starts))
         expected = min(run.progress.eval_sequences, loader.num_eval_sequences)
         if len(starts) != expected or distinct != expected:
-            return f'an evaluation reads {len(starts)} sequences ({distinct} distinct) instead ' \
-                   f'of {expected}; a batch is dropped or repeated'
+            return f'an evaluation reads {count_of(len(starts), "sequence")} ({distinct} ' \
+                   f'distinct) instead of {expected}; a batch is dropped or repeated'
 
 
 def tokens_vary(run):
@@ -172,3 +179,14 @@ def learning_rate_lasts(run):
     if rates[-1] < MIN_RATE * max(rates):
         return 'the learning rate is almost 0 before the last tenth of the run; compare ' \
                'lr_decay_iters with max_iters, or check the schedule'
+
+
+def weights_outlive_their_decay(run):
+    if run.config.eval_only:
+        return None
+    for group in run.step.optimizer.param_groups:
+        decay, lr = group['weight_decay'], run.config.learning_rate * group['lr_scale']
+        if lr * decay >= MAX_SHRINKAGE or decay >= MAX_DECAY:
+            return f'weight_decay={decay:g}: the weights vanish: at learning rate {lr:g}, each ' \
+                   f'step shrinks them by {lr * decay:.2%}; use a --weight_decay below ' \
+                   f'{min(MAX_DECAY, MAX_SHRINKAGE / max(lr, 1e-9)):.2g}; 0.1 is usual'

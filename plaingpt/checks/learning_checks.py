@@ -189,13 +189,36 @@ def step_follows_the_gradient(run):
         gradient = torch.zeros_like(p) if p.grad is None else p.grad
         if largest_change(gradient, gradients[name]) > LOOSE_TOLERANCE:
             return f'the gradient of {name} after two micro-batches is not that of their mean loss'
+    with_state = []  # the parameters that have a state after each step of the optimizer
+    hook = step.optimizer.register_step_post_hook(lambda optimizer, *_: with_state.append(
+        [p for p, state in optimizer.state.items() if state]))
     step.update(run.config.learning_rate)
+    hook.remove()
+    if len(with_state) != 1:
+        return f'an update calls optimizer.step() {len(with_state)} times instead of once'
+    if not all(step.optimizer.state.get(p) for p in with_state[0]):
+        return "an update clears the optimizer's state, such as its momentum"
     if any(p.grad is not None and p.grad.any() for p in model.parameters()):
         return 'gradients remain after a step: zero_grad is not called'
+    unchanged = unchanged_by_step(step.optimizer, model, before, gradients)
+    if unchanged:
+        return f'a step does not change {join_names(unchanged)}; is the update skipped for some?'
     slope = sum(float(((p.detach() - before[name]) * gradients[name]).sum())
                 for name, p in model.named_parameters())
     if not slope < 0:
-        return 'a step does not follow the gradient: weights do not change, or the loss goes up'
+        return 'a step does not follow the gradient: the loss goes up'
+
+
+def unchanged_by_step(optimizer, model, before, gradients):
+    """The names of the parameters that a step has left as `before`, in spite of their gradient."""
+    frozen = set()  # lr_scales may have 0
+    for group in optimizer.param_groups:
+        if group['lr'] == 0:
+            frozen.update(group['params'])
+    largest = {name: float(g.abs().max()) for name, g in gradients.items()}
+    smallest = TOLERANCE * max(largest.values())
+    return [name for name, p in model.named_parameters() if p not in frozen
+            and largest[name] > smallest and torch.equal(p, before[name])]
 
 
 def checkpoint_round_trip_works(run):

@@ -12,10 +12,12 @@ import torch
 
 from model import GPT
 from plaingpt.monitoring.health import ActivationRecorder
+from plaingpt.system.formatting import count_of
 
 TEXT_TOKENS = 256  # ids of the small model's text
 BOS_ID = TEXT_TOKENS  # the id that starts a document
 MAX_LENGTH = 32  # tokens per sequence, in checks that do not need a whole block
+SHORT = 16  # tokens of a sequence that is changed at each position
 # Tolerances relative to the RMS: for rounding alone (a token that is visible changes more), and for
 # sums that are taken in another order or dtype.
 TOLERANCE, LOOSE_TOLERANCE = 1e-5, 3e-3
@@ -63,28 +65,46 @@ def largest_change(a, b):
     return float((a - b).abs().max() / rms.clamp(min=1e-20))
 
 
-def output_change(run, idx, changed, outputs):
-    """Change some tokens of idx (B, T) → the largest_change of the head's inputs at `outputs`.
-    changed, outputs: indices into (B, T). Dropout is the same before and after."""
-    changed_idx = idx.clone()
-    changed_idx[changed] = (idx[changed] + TEXT_TOKENS // 2) % TEXT_TOKENS
+@torch.no_grad()
+def output_changes(run, idx, *changed):
+    """Change some tokens of idx (B, T) → how much each input of the head changes, relative to the
+    RMS of all: one (B, T) for each index into (B, T) in `changed`. Dropout stays the same."""
     run.model.train()
-    compared = []
-    for tokens in (idx, changed_idx):
+    outputs = []
+    for where in (None, *changed):
+        tokens = idx.clone()
+        if where is not None:
+            # by an odd number, which changes the hash of an n-gram modulo any power of two
+            tokens[where] = (idx[where] + TEXT_TOKENS // 3) % TEXT_TOKENS
         torch.manual_seed(0)
         with run.step.autocast:
-            x = run.model.hidden(tokens)  # (B, T, C)
-        compared.append(x.detach().float()[outputs])
-    return largest_change(*compared)
+            outputs.append(run.model.hidden(tokens).float())  # (B, T, C)
+    before, *after = outputs
+    rms = before.square().mean().sqrt().clamp(min=1e-20)
+    return [(x - before).abs().amax(dim=-1) / rms for x in after]
 
 
 def attention_is_causal(run):
+    """Change all tokens from a position on: from each position of a short sequence, and from a few
+    of a whole block."""
     T = run.model.config.block_size
-    for t in (T // 2, T - 1):
-        idx = random_tokens(run.model, 1, T)
-        if output_change(run, idx, np.s_[:, t:], np.s_[:, :t]) > TOLERANCE:
-            return f'attention is not causal: changing tokens {t}… changed the outputs at ' \
-                   f'0–{t - 1}; look for a missing mask, or a layer that mixes in later tokens'
+    random_position = int(np.random.default_rng(0).integers(T))
+    for length, positions in (min(T, SHORT), range(SHORT)), (T, (3, random_position, T - 1)):
+        positions = [t for t in positions if 0 < t < length]
+        if not positions:
+            continue
+        idx = random_tokens(run.model, 1, length).repeat(len(positions), 1)
+        idx[:, length // 4] = BOS_ID  # with document_attention, a second document starts here
+        columns = torch.arange(length, device=idx.device)
+        changed = columns >= torch.tensor(positions, device=idx.device)[:, None]  # (positions, T)
+        changes, = output_changes(run, idx, changed)
+        leaks = (changes > TOLERANCE) & ~changed
+        if leaks.any():
+            row = int(leaks.any(dim=1).nonzero()[-1])
+            reached = columns[leaks[row]].tolist()
+            return f'attention is not causal: changing tokens {positions[row]}… changed the ' \
+                   f'outputs at {reached[0]}–{reached[-1]}; look for a missing mask, or a layer ' \
+                   'that mixes in later tokens'
 
 
 def targets_are_not_read(run):
@@ -128,15 +148,19 @@ def every_target_counts(run):
 def sequences_are_independent(run):
     """Uses as many sequences as a batch has, in case something depends on their number."""
     idx = random_tokens(run.model, max(2, run.config.batch_size))
-    if output_change(run, idx, np.s_[::2], np.s_[1::2]) > TOLERANCE:
-        return 'sequences are not independent: the outputs of one change with another one in the ' \
-               'batch; look for a view, transpose or mean over the wrong dimension'
-    t = idx.size(1) // 2
-    idx[:, t] = BOS_ID
-    if run.model.config.document_attention \
-            and output_change(run, idx, np.s_[:, :t], np.s_[:, t:]) > TOLERANCE:
-        return 'documents are not independent: the outputs of one change with the previous ' \
-               'document; attention or another layer ignores document_attention'
+    rows = np.s_[:1], np.s_[::2], np.s_[1::2]
+    for changed, changes in zip(rows, output_changes(run, idx, *rows), strict=True):
+        changes[changed] = 0.0
+        if (changes > TOLERANCE).any():
+            return 'sequences are not independent: the outputs of one change with another one in ' \
+                   'the batch; look for a view, transpose or mean over the wrong dimension'
+    if run.model.config.document_attention:
+        t = idx.size(1) // 2
+        idx[:, t] = BOS_ID
+        changes, = output_changes(run, idx, np.s_[:, :t])
+        if (changes[:, t:] > TOLERANCE).any():
+            return 'documents are not independent: the outputs of one change with the previous ' \
+                   'document; attention or another layer ignores document_attention'
 
 
 def token_order_matters(run):
@@ -152,7 +176,7 @@ def token_order_matters(run):
     ngram = model.config.ngram if model.config.ngram_rows else 1
     first = t + model.config.conv + ngram - 1
     if first >= idx.size(1) or t < 2:
-        raise NotChecked(f'sequences of {idx.size(1)} tokens are too short')
+        raise NotChecked(f'sequences of {count_of(idx.size(1), "token")} are too short')
     if largest_change(*recorder.streams[1][:, first:].chunk(2)) <= TOLERANCE:
         return 'token order does not matter to the first block: positions are not added, rotary ' \
                'embeddings are not applied to queries and keys, or attention sees too few tokens'
@@ -164,7 +188,6 @@ def blocks_are_residual(run):
     for name, p in zeroed.transformer.h.named_parameters():
         if '.c_proj.' in name:  # the output projections of attention and MLP
             torch.nn.init.zeros_(p)
-    everywhere = np.s_[:]
-    zeroed_run = replace(run, model=zeroed)
-    if output_change(zeroed_run, random_tokens(zeroed, 1), everywhere, everywhere) <= TOLERANCE:
+    changes, = output_changes(replace(run, model=zeroed), random_tokens(zeroed, 1), np.s_[:])
+    if (changes <= TOLERANCE).all():
         return 'a residual connection is missing: x = attn(x) instead of x = x + attn(x)'

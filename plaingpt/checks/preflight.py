@@ -19,7 +19,7 @@ from plaingpt.parallel.blocks import apply_activation_checkpointing
 from plaingpt.system.devices import eager, exact_matmul
 from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError, phase
-from plaingpt.system.formatting import one_line
+from plaingpt.system.formatting import count_of, one_line
 from plaingpt.training.loss import loss_in_chunks
 from plaingpt.training.optimizers import build_optimizer
 
@@ -30,8 +30,9 @@ SETUP_CHECKS = (  # settings, data and weights
     data_checks.epoch_reads_every_sequence_once,
     data_checks.evaluation_reads_every_sequence_once,
     data_checks.tokens_vary, data_checks.tokens_match_the_tokenizer,
-    data_checks.learning_rate_lasts,
+    data_checks.learning_rate_lasts, data_checks.weights_outlive_their_decay,
     learning_checks.initial_loss_is_about_ln_vocab_size)
+RESUME_SETUP_CHECKS = (data_checks.weights_outlive_their_decay,)
 RESUME_CHECKS = model_checks.attention_is_causal, model_checks.targets_are_not_read
 CODE_CHECKS = (  # the code, with a small model that has the flags of the run's model
     learning_checks.step_follows_the_gradient, *RESUME_CHECKS, model_checks.every_target_counts,
@@ -48,7 +49,7 @@ CODE_CHECKS = (  # the code, with a small model that has the flags of the run's 
 def preflight(run):
     """Check a run before it starts, on all processes, and print one line; with check=True one line
     per check. The run's state is left unchanged. A run that resumes or only evaluates makes just
-    RESUME_CHECKS.
+    RESUME_SETUP_CHECKS and RESUME_CHECKS.
 
     Raises UserError with a line for each failed check."""
     config = run.config
@@ -61,7 +62,7 @@ def preflight(run):
     # Eager mode, since compiling for the checks' shapes would take too long.
     with torch.random.fork_rng([run.device] if run.device.type == 'cuda' else []), \
             eager(run.compile):
-        problems = {} if is_short else run_checks(SETUP_CHECKS, run, skipped)
+        problems = run_checks(RESUME_SETUP_CHECKS if is_short else SETUP_CHECKS, run, skipped)
         if not any(problems.values()):  # else the code checks would repeat the same failures
             checks = RESUME_CHECKS if is_short else CODE_CHECKS
             problems |= run_checks(checks, with_small_model(run), skipped)
@@ -74,7 +75,7 @@ def preflight(run):
             'training did not start; fix this, or if it is intended, add '
             f'--skip_checks={",".join(skipped + failed)}']))
     if not is_short:
-        print0(f'preflight: {len(problems)} checks passed in '
+        print0(f'preflight: {count_of(len(problems), "check")} passed in '
                f'{time.perf_counter() - start_time:.2f} s{data_checks.first_text(run)}')
 
 

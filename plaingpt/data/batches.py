@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import count_of
 
 CPU = torch.device('cpu')
 
@@ -79,8 +80,8 @@ class BatchLoader:
         """Count the sequences of the split and the spare tokens by which they can be shifted."""
         tokens, T = len(self.stream), self.block_size
         if tokens < T + 1:
-            raise UserError(f'{self.stream.files[0].path}: {tokens} tokens are fewer than one '
-                            f'sequence (block_size + 1 = {T + 1}); use more text or a smaller '
+            raise UserError(f'{self.stream.files[0].path}: {count_of(tokens, "token")}, fewer than '
+                            f'one sequence (block_size + 1 = {T + 1}); use more text or a smaller '
                             '--block_size')
         # One sequence fewer than fits leaves room to shift the tiling by up to block_size - 1.
         self.sequences_per_epoch = max(1, (tokens - T) // T)

@@ -44,6 +44,7 @@ PLAIN_TEMPLATES = {  # replace a template that cannot be used; selected by its c
         "message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}"
         "{% endfor %}{% if add_generation_prompt %}"
         "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}")}
+CONTEXT, IN_LOSS, CONVERSATION, TURN = range(4)  # marks of tokens: see mark_conversation
 MARK = '\ufdd0'  # a Unicode noncharacter, reserved for internal use: it is in no text
 USER, ANSWER = {'role': 'user', 'content': MARK}, {'role': 'assistant', 'content': MARK}
 
@@ -56,7 +57,7 @@ def as_chat(description, where):
     if template is None:
         return description
     try:
-        ChatTokenizer(base, template).encode_conversation([USER, ANSWER, USER, ANSWER])
+        ChatTokenizer(base, template).check_roles(('user', 'assistant', 'user', 'assistant'))
     except UserError as problem:
         template = plain_template(base)
         if not template:
@@ -70,7 +71,7 @@ def as_chat(description, where):
 
 def plain_template(base):
     """The plain template for the control tokens of a tokenizer, or ''."""
-    if isinstance(base, ForeignTokenizer) and base.end_of_text is not None:
+    if isinstance(base, ForeignTokenizer):
         for template in PLAIN_TEMPLATES.values():
             if base.control_tokens.keys() >= {*re.findall(r'<\|\w+\|>', template)}:
                 return template
@@ -80,12 +81,24 @@ def plain_template(base):
 @lru_cache(4)
 def compile_template(template):
     """As in transformers, in a sandbox: a template cannot execute Python code."""
+    from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment  # a dependency of torch
+
+    class Generation(Extension):
+        """{% generation %} … {% endgeneration %} around a reply, for the loss masks of
+        transformers. We find replies by rendering prompts, so it has no effect here."""
+
+        tags = frozenset({'generation'})
+
+        def parse(self, parser):
+            next(parser.stream)
+            return parser.parse_statements(['name:endgeneration'], drop_needle=True)
 
     def fail(message):
         raise ValueError(message)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, 'jinja2.ext.loopcontrols'])
     environment.globals['raise_exception'] = fail
     return environment.from_string(template)
 
@@ -108,10 +121,12 @@ class ChatTokenizer:
             config = parse_object(base.to_json()['files'], 'tokenizer_config.json')
             for key in config.keys() & {'bos_token', 'eos_token'}:
                 token = config[key]
-                self.template_variables[key] = (
-                    token['content'] if isinstance(token, dict) else token)
+                if token is not None:
+                    self.template_variables[key] = (
+                        token['content'] if isinstance(token, dict) else token)
         self.arrays = {name: np.array([i]) for name, i in self.ids.items()}
-        self.control = re.compile('(' + '|'.join(map(re.escape, self.ids)) + ')')
+        names = '|'.join(map(re.escape, self.ids)) or '(?!)'  # '(?!)' never matches
+        self.control = re.compile(f'({names})')
         self._find_turn_tokens()
         self.stop_ids = base.stop_ids | {self.bos_id, self.end_of_turn, *self.roles.values()}
         if self.has_own_template():
@@ -120,23 +135,44 @@ class ChatTokenizer:
     def _find_turn_tokens(self):
         """Find the tokens that begin and end a conversation and its turns, by rendering one."""
         question, prompt = self.render([USER]), self.render([USER], True)
-        one_turn, two_turns = self.render([USER, ANSWER]), self.render([USER, ANSWER, USER])
-        check_extends(question, prompt, one_turn, two_turns)
+        one_turn, two_turns = self.render([USER, ANSWER]), self.render([USER, ANSWER, USER], True)
+        end = self.control.search(one_turn, one_turn.rfind(MARK) + 1)
+        if not end:
+            raise UserError('its chat template does not end a reply with a control token')
+        self.end_token, self.end_of_turn = end[0], self.ids[end[0]]
+        turn = one_turn[:end.end()]  # EOS may follow
+        check_extends(prompt, turn, two_turns)
+        reply_header = turn[len(prompt):].partition(MARK)[0]
+        if prompt == question and self.control.search(reply_header):
+            raise UserError('its chat template ignores add_generation_prompt')
+        self.reply_space = reply_header if reply_header.isspace() else ''
+        self.prompt_end = self.ids_of(prompt.partition(MARK)[2]).tolist()
+        user_header = two_turns[len(turn):].partition(MARK)[0].lstrip('\n')
+        self._find_bos(two_turns, user_header)
+        # Data of version 1.0 does not mark where users speak, but these ids do. Without line breaks
+        # at the end, which may merge with the text.
+        self.user_ids = self.ids_of(user_header.rstrip('\n')).tolist()
+        self.roles = {}  # the control tokens of the headers
+        for role, text in ('user', user_header), ('assistant', prompt.partition(MARK)[2]):
+            controls = [name for name in self.control.findall(text) if name != self.end_token]
+            if controls:
+                self.roles[role] = self.ids[controls[0]]
+
+    def _find_bos(self, two_turns, user_header):
+        """Find the token in front of each conversation: the template's BOS token, or where it has
+        none a token that is in no conversation."""
         controls = self.control.findall(two_turns)
-        reply_controls = self.control.findall(one_turn[len(prompt):])
-        if not controls or not reply_controls:
-            raise UserError('its chat template has no control tokens')
-        self.end_of_turn = self.ids[reply_controls[-1]]
-        # A BOS token comes once, before all turns. Without one, end_of_text begins a conversation
-        # in the data, and the model does not read it.
-        self.keeps_bos = two_turns.startswith(controls[0]) and controls.count(controls[0]) == 1
-        self.bos_id = self.ids[controls[0]] if self.keeps_bos else self.base.end_of_text
+        opening = two_turns.partition(MARK)[0].removesuffix(user_header)
+        has_text = self.control.sub('', opening).strip()  # a default system message
+        is_bos = opening.startswith(controls[0]) and controls.count(controls[0]) == 1 and (
+            not has_text or controls[0] == self.template_variables.get('bos_token'))
+        self.adds_bos = not is_bos  # the model does not read it at the start of a sequence
+        self.bos_id = self.ids[controls[0]] if is_bos else self.base.end_of_text
+        if self.adds_bos and self.bos_id in [None, *(self.ids[name] for name in controls)]:
+            self.bos_id = self.base.unused_id
+        if self.bos_id is None:
+            raise UserError('its tokenizer has no token to put between conversations')
         self.end_of_text = self.bos_id  # each conversation is a document
-        self.answer_ids = self.ids_of(prompt[len(question):]).tolist()
-        # Without line breaks at the end, which may merge with the text.
-        user_header = two_turns[len(one_turn):].partition(MARK)[0].rstrip('\n')
-        self.user_ids = self.ids_of(user_header).tolist()
-        self.roles = {'user': self.user_ids[0], 'assistant': self.answer_ids[0]}
 
     def has_own_template(self):
         """Whether it uses TEMPLATE rather than a pretrained model's."""
@@ -150,6 +186,15 @@ class ChatTokenizer:
                 add_generation_prompt=add_generation_prompt, **self.template_variables)
         except Exception as e:  # a template can raise anything
             raise UserError(f'its chat template cannot be used ({one_line(e)[:100]})') from None
+
+    def check_roles(self, roles):
+        """Raises UserError if the template cannot express a conversation with these roles."""
+        if self.has_own_template():
+            return
+        messages = [{'role': role, 'content': MARK} for role in roles]
+        if self.render(messages).count(MARK) < len(messages):
+            raise UserError('its chat template leaves out messages')
+        self.mark_conversation(messages)
 
     def encode_rendered(self, text):
         """Rendered text → [ids of a piece of text, or of one control token]"""
@@ -178,45 +223,60 @@ class ChatTokenizer:
     def encode_conversation(self, messages):
         """[{'role': …, 'content': …}, …] → (ids, loss mask: True for each id in the loss).
         Raises UserError if a pretrained model's template cannot express the conversation."""
+        ids, marks = self.mark_conversation(messages)
+        return ids, marks == IN_LOSS
+
+    def mark_conversation(self, messages):
+        """The same → (ids, the mark of each): IN_LOSS, or CONVERSATION for the first, TURN for the
+        first of each user turn after a reply, and CONTEXT for the others."""
         if self.has_own_template():  # the same as rendering TEMPLATE, in half the time
-            segments = [(self.arrays['<|conversation|>'], False)]
+            segments, user_mark = [(self.arrays['<|conversation|>'], CONVERSATION)], CONTEXT
             for message in messages:
-                in_loss = is_in_loss(message)
-                segments += [(self.arrays[f'<|{message["role"]}|>'], False),
-                             (self.encode(message['content']), in_loss),
-                             (self.arrays['<|end|>'], in_loss)]
+                role, mark = message['role'], mark_of(message)
+                segments += [(self.arrays[f'<|{role}|>'], user_mark if role == 'user' else CONTEXT),
+                             (self.encode(message['content']), mark),
+                             (self.arrays['<|end|>'], mark)]
+                user_mark = TURN if role == 'assistant' else CONTEXT
         else:
             segments = self._rendered_segments(self.escape(messages))
         ids = np.concatenate([ids for ids, _ in segments]).astype(np.int64)
-        loss_mask = np.repeat([in_loss for _, in_loss in segments],
-                              [len(ids) for ids, _ in segments])
-        return ids, loss_mask
+        marks = np.repeat([mark for _, mark in segments], [len(ids) for ids, _ in segments])
+        marks[0] = CONVERSATION
+        return ids, marks
 
     def _rendered_segments(self, messages):
-        """[(ids, whether they are in the loss)]. A reply is the text that it adds to the rendered
-        prompt, up to its last control token."""
-        texts, rendered, end = [], '', 0  # end: of the characters that are in texts
+        """[(ids, their mark)]. A reply is what the template adds to a prompt, up to the
+        end-of-turn token."""
+        text, end = self.render(messages), 0  # end: of the last reply
+        segments = [(np.array([self.bos_id]), CONTEXT)] if self.adds_bos else []
         for i, message in enumerate(messages):
             if message['role'] != 'assistant':
                 continue
             prompt, with_reply = self.render(messages[:i], True), self.render(messages[:i + 1])
-            check_extends(rendered, prompt, with_reply)
-            texts.append((with_reply[end:len(prompt)], False))
-            rendered, end = with_reply, len(prompt)
-            for control in self.control.finditer(with_reply, end):
-                end = control.end()
-            texts.append((with_reply[len(prompt):end], is_in_loss(message)))
-        conversation = self.render(messages)
-        check_extends(rendered, conversation)
-        texts.append((conversation[end:], False))
-        segments = [] if self.keeps_bos else [(np.array([self.bos_id]), False)]
-        for text, in_loss in texts:
-            segments += [(ids, in_loss) for ids in self.encode_rendered(text)]
-        return segments
+            reply_end = text.find(self.end_token, len(prompt)) + len(self.end_token)
+            check_extends(prompt, text[:reply_end], with_reply)
+            segments += self._context_segments(text[end:len(prompt)], TURN if end else CONTEXT)
+            segments.append((self.ids_of(text[len(prompt):reply_end]), mark_of(message)))
+            end = reply_end
+        return [*segments, (self.ids_of(text[end:]), CONTEXT)]
+
+    def _context_segments(self, text, mark):
+        """The segments of what precedes a reply. mark: of its first token, or of a control token
+        that only white space precedes"""
+        start = len(text) - len(text.lstrip())
+        if not self.control.match(text, start):
+            start = 0
+        ids = self.ids_of(text[start:])
+        return [(self.ids_of(text[:start]), CONTEXT), (ids[:1], mark), (ids[1:], CONTEXT)]
 
     def encode_prompt(self, messages):
         """The ids of `messages` and of the header of the assistant's reply."""
         return self.ids_of(self.render(self.escape(messages), True))
+
+    def space_after(self, prompt):
+        """The white space that the template writes between this prompt (ids) and the reply."""
+        is_complete = prompt[-len(self.prompt_end):] == self.prompt_end
+        return self.reply_space if is_complete else ''
 
     def decode(self, ids):
         """Invalid UTF-8, such as an incomplete character, becomes U+FFFD."""
@@ -244,3 +304,7 @@ def check_extends(*texts):
     for text, longer in pairwise(texts):
         if not longer.startswith(text):
             raise UserError('its chat template rewrites earlier turns')
+
+
+def mark_of(message):
+    return IN_LOSS if is_in_loss(message) else CONTEXT

@@ -11,10 +11,12 @@ Each row of a JSON file or a table is one conversation.
 """
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from plaingpt.data.rows import first_match, list_columns, match_name
 from plaingpt.data.unusable import Unusable
+from plaingpt.system.errors import UserError
 
 LISTS = 'messages', 'conversations', 'conversation', 'dialogue', 'dialog', 'chat', 'turns', 'data'
 PROMPTS = 'prompt', 'instruction', 'question', 'query', 'input', 'user', 'human'
@@ -36,11 +38,14 @@ class ConversationReader:
 
     pair_columns: the columns of the user and of the assistant, or () to detect them by name
     plain: return the plain text instead of the messages as JSON
+    tokenizer: a ChatTokenizer, whose template may refuse some roles, or None
     """
 
     pair_columns: tuple = ()
     plain: bool = False
+    tokenizer: object = None
     unused: set = field(default_factory=set)  # columns of rows and keys of messages
+    accepted_roles: set = field(default_factory=set)  # those of conversations, by the template
 
     def restart(self):
         self.unused.clear()
@@ -62,9 +67,20 @@ class ConversationReader:
         check_order(messages, where)
         if not any(map(is_in_loss, messages)):
             raise Unusable(where, 'no assistant reply to learn from')
+        self.check_template(messages, where)
         if self.plain:
             return ['\n'.join(message['content'] for message in messages)]
         return [json.dumps(messages, ensure_ascii=False)]
+
+    def check_template(self, messages, where):
+        """Raises Unusable if the template refuses the roles of a conversation."""
+        roles = tuple(message['role'] for message in messages)
+        if self.tokenizer and roles not in self.accepted_roles:
+            try:
+                self.tokenizer.check_roles(roles)
+            except UserError as problem:
+                raise Unusable(where, str(problem), f': {", ".join(roles)}') from None
+            self.accepted_roles.add(roles)
 
     def read_messages(self, row, where):
         if isinstance(row, list):
@@ -131,6 +147,11 @@ class ConversationReader:
             raise Unusable(where, 'a preference pair, which train.py does not support',
                            f': to learn the chosen replies, {advice}')
         if not is_pair:
+            name = first_match(LISTS, row)
+            if name:
+                raise Unusable(where, f'{name} is not a list of messages',
+                               f': {as_json(row[name])}; for two columns of text, set --prompt '
+                               'and --completion')
             raise Unusable(where, 'cannot find question and answer columns',
                            f' among {list_columns(row)}: set them with --prompt and --completion')
         if row.get('label') is False:
@@ -196,11 +217,10 @@ def as_list(value, where):
     """A list, JSON of a list, or the dict of columns that `datasets` returns → list. Raises
     Unusable."""
     if isinstance(value, str):
-        try:
+        with suppress(ValueError):
             value = json.loads(value)
-        except ValueError as e:
-            raise Unusable(where, 'messages are not JSON', f': {e}') from None
-    if isinstance(value, dict) and all(isinstance(column, list) for column in value.values()):
+    if isinstance(value, dict) and value \
+            and all(isinstance(column, list) for column in value.values()):
         value = [dict(zip(value, row, strict=True))
                  for row in zip(*value.values(), strict=False)]
     if not isinstance(value, list) or not value:
@@ -225,6 +245,8 @@ def parse_message(row, where, unused):
     if role is None:
         raise Unusable(where, 'unknown role', f' {as_json(row.get(role_key))}: expected '
                        f'{", ".join(ROLES)}, or a common name for one of them')
+    if content_key not in row and role != 'system':
+        raise Unusable(where, 'no content', f' among {list_columns(row)}')
     unused.update(key for key, value in row.items() if has_content(value)
                   and key not in (role_key, content_key, 'weight'))
     if role == 'system' and not has_content(content):

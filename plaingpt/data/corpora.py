@@ -18,7 +18,7 @@ from plaingpt.data.dataset import (
 from plaingpt.data.tokenizers import GPT2Tokenizer
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT
-from plaingpt.system.formatting import short
+from plaingpt.system.formatting import count_of, short
 
 # For pypackages:
 MIN_FILE_BYTES = 500  # shorter files are mostly imports
@@ -52,6 +52,7 @@ class Corpus:
     tokens: int = 0  # training tokens
     vocab_size: int = GPT2Tokenizer.vocab_size  # of the tokenizer
     recipe: str = 'config/gpt2_124m.py'  # config file to train with
+    gpu_recipe: str = ''  # instead of `recipe` where torch sees a GPU
     small: bool = False  # prepared in under a minute, so train.py does it if needed
 
 
@@ -77,7 +78,7 @@ def find_packages():
                     paths[path] = True
     if not paths:
         raise UserError('no packages are installed for this Python; use the corpus pystdlib')
-    print(f'comparing {len(paths):,} Python files to exclude near-duplicates and tables')
+    print(f'comparing {count_of(len(paths), "Python file")} to exclude near-duplicates and tables')
     known_shingles, selected = set(), []
     for path in paths:
         data = path.read_bytes()
@@ -128,7 +129,8 @@ CORPORA = {
                      files=str(ROOT / 'README.md'), small=True, recipe='config/tiny.py'),
     'shakespeare_char': Corpus('tiny Shakespeare, one token per character (nanoGPT)', 'char',
                                tokens=1_003_854, vocab_size=65, **TINY_SHAKESPEARE,
-                               recipe='config/shakespeare_char.py'),
+                               recipe='config/shakespeare_char_cpu.py',
+                               gpu_recipe='config/shakespeare_char.py'),
     'shakespeare': Corpus('tiny Shakespeare, GPT-2 tokens (nanoGPT)', tokens=301_966,
                           **TINY_SHAKESPEARE, recipe='config/finetune_shakespeare.py'),
     'tinystories': Corpus('short stories in simple words', kind='hub',

@@ -17,7 +17,7 @@ from plaingpt.data.foreign_files import find_token_files, open_foreign, read_nan
 from plaingpt.data.token_files import TokenStream, dtype_name, open_tokens, parse_dtype
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT, read_json, refuse_unknown
-from plaingpt.system.formatting import command_for, quoted
+from plaingpt.system.formatting import command_for, count_of, quoted
 
 FORMAT_VERSION = 1
 META_KEYS = {'format_version', 'dtype', 'vocab_size', 'tokenizer', 'splits', 'source'}
@@ -330,22 +330,34 @@ def prepare_if_small(name):
 
 def describe_batches(config, dataset, train_data, val_data):
     """One line about the data of a run; for conversations, two more on how each split is packed."""
-    step_tokens = config.step_tokens()
-    durations = []
+    tokens = sum(loader.epoch_tokens() for loader in train_data.components)
+    amounts = []
+    if config.check == 'overfit':
+        amounts.append(f'the same {config.step_sequences()} sequences in each step')
+    elif not config.minutes:
+        amounts += describe_epochs(dataset, train_data, config.max_iters)
     if config.minutes:
-        durations.append(f'{config.minutes:.3g} minutes')
-    else:
-        for component, loader in zip(dataset.components, train_data.components, strict=True):
-            tokens = component.weight * config.max_iters * step_tokens
-            duration = f'{tokens / loader.epoch_tokens():.3g} epochs'
-            if component.name:
-                duration += f' of {component.name} ({component.weight:.1%})'
-            durations.append(duration)
-    lines = [f'{dataset.folder}: {train_data.epoch_tokens():,} training tokens, vocabulary '
-             f'{dataset.vocab_size:,} | {step_tokens:,} tokens per step, {", ".join(durations)}']
+        minutes = count_of(f'{config.minutes:g}', 'minute')
+        amounts.append(f'{minutes} (max_iters, lr_decay_iters and eval_interval have no effect; '
+                       'warmup ends after a tenth)')
+    lines = [f'{dataset.folder}: {tokens:,} training tokens, vocabulary {dataset.vocab_size:,} | '
+             f'{config.step_tokens():,} tokens per step, {", ".join(amounts)}']
     if dataset.has_mask():
         lines += [f'train: {train_data.describe()}', f'val: {val_data.describe()}']
     return '\n'.join(lines)
+
+
+def describe_epochs(dataset, train_data, iterations):
+    """['0.3 epochs'] of a run of so many iterations; ['0.3 epochs of code (30.0%)', …] of a
+    mixture."""
+    epochs = []
+    for component, loader in zip(dataset.components, train_data.components, strict=True):
+        tokens = component.weight * train_data.tokens_before(iterations)
+        text = count_of(f'{tokens / loader.epoch_tokens():.3g}', 'epoch')
+        if component.name:
+            text += f' of {component.name} ({component.weight:.1%})'
+        epochs.append(text)
+    return epochs
 
 
 def sample_prompts(dataset, val_loader):

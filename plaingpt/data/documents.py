@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from plaingpt.data import text_files
 from plaingpt.data.rows import FORMATS, extension_of, file_format, read_rows
-from plaingpt.data.text_files import holds_utf8, open_text, read_documents, read_lines
+from plaingpt.data.text_files import ENCODING_ADVICE, open_text, read_documents, read_lines
 from plaingpt.data.unusable import Tally, Unusable
 from plaingpt.system.errors import UserError, needs, progress_bar
 from plaingpt.system.files import is_hub_name, write_atomically
@@ -215,13 +215,13 @@ class Files(Source):
                 yield from self.read_file(path, size)
             except Unusable as problem:
                 if path in self.explicit or len(self.paths) == 1:
-                    raise UserError(f'{problem}{self.encoding_advice(problem)}') from None
+                    raise UserError(str(problem)) from None
                 self.files.skip(problem)
                 if len(self.paths) >= CONTINUOUS_FILES:  # otherwise list all problems at the end
-                    self.files.check(len(self.paths), self.encoding_advice)
+                    self.files.check(len(self.paths))
             self._bytes_before += size
-        self.files.check(len(self.paths), self.encoding_advice)
-        self.rows.check(self.rows.total, self.encoding_advice)
+        self.files.check(len(self.paths))
+        self.rows.check(self.rows.total)
 
     def read_file(self, path, size):
         """Yield the same for one file. Raises Unusable."""
@@ -232,15 +232,17 @@ class Files(Source):
         except OSError as e:
             raise Unusable(shown(path), 'cannot be read', f' ({e.strerror})') from None
         with self._file:
-            if file_format(path) != 'text':
+            file_type = file_format(path)
+            is_plain = self.encoding == 'utf-8' and not path.name.lower().endswith('.gz')
+            head = self._file.peek()
+            if is_plain and file_type != 'parquet' and head.count(0) > MAX_NUL * len(head):
+                raise Unusable(shown(path), 'not UTF-8 text',
+                               f' (it is full of NUL bytes): {ENCODING_ADVICE}')
+            if file_type != 'text':
                 for where, row in read_rows(self._file, self.encoding, self.reader.may_read):
                     for text in self.read_row(where, row):
                         yield text, True
                 return
-            is_plain = self.encoding == 'utf-8' and not path.name.lower().endswith('.gz')
-            head = self._file.peek()
-            if is_plain and head.count(0) > MAX_NUL * len(head):
-                raise Unusable(shown(path), 'not UTF-8 text', ': it is full of NUL bytes')
             by_line = self.documents == 'line'
             if path not in self.explicit and (size > text_files.BLOCK_CHARS or by_line):
                 self.check_readable(path)
@@ -262,12 +264,6 @@ class Files(Source):
                 self.problems[path] = problem
         if self.problems[path]:
             raise self.problems[path]
-
-    def encoding_advice(self, problem):
-        """Advice to set --encoding, unless that would break other files."""
-        if not problem.reason.startswith('not UTF-8') or any(map(holds_utf8, self.paths[:100])):
-            return ''
-        return ', or set its encoding, e.g. --encoding=latin-1, cp1252 or utf-16-le'
 
     def estimate_rows(self):
         """The approximate number of rows in all files; 0 if unknown."""
@@ -349,7 +345,7 @@ def count_extensions(paths):
     counts = [f'{n:,} {shown(extension)}' for extension, n in most_common]
     others = len(paths) - sum(n for _, n in most_common)
     if others:
-        counts.append(f'{others:,} others')
+        counts.append(count_of(others, 'other'))
     return ', '.join(counts)
 
 

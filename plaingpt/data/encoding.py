@@ -44,7 +44,7 @@ class Encoded(NamedTuple):
     ids: np.ndarray
     documents: int
     bytes: int  # of the text, as UTF-8
-    loss_mask: np.ndarray | None = None  # conversations: 1 for each id that counts in the loss
+    marks: np.ndarray | None = None  # conversations: see ChatTokenizer.mark_conversation
 
 
 def write_tokens(source, tokenizer, job, options):
@@ -64,7 +64,7 @@ def write_tokens(source, tokenizer, job, options):
             writer.rewind(job.progress['splits'][split])
     resumed_tokens = sum(writer.tokens for writer in writers.values())
     if resumed_tokens:
-        print(f'resuming after {resumed_tokens:,} tokens')
+        print(f'resuming after {count_of(resumed_tokens, "token")}')
     started = time.monotonic()
     encode_source(source, encoder, job, options, writers)
     tokens = sum(writer.tokens for writer in writers.values()) - resumed_tokens
@@ -73,7 +73,7 @@ def write_tokens(source, tokenizer, job, options):
     source.report()
     train_tokens = writers['train'].tokens
     if train_tokens < options.max_tokens:
-        print(f'{source.name} has only {train_tokens:,} training tokens '
+        print(f'{source.name} has only {count_of(train_tokens, "training token")} '
               f'(max_tokens={options.max_tokens})')
     splits = {split: writer.finish() for split, writer in writers.items()}
     write_meta(job.folder, dtype, tokenizer, splits, job.command)
@@ -160,7 +160,7 @@ class TextEncoder:
 
 @dataclass(frozen=True)
 class ConversationEncoder:
-    """Encodes batches of conversations in JSON, with their loss masks."""
+    """Encodes batches of conversations in JSON, with the marks of their tokens."""
 
     tokenizer: object
     dtype: np.dtype
@@ -173,13 +173,13 @@ class ConversationEncoder:
                              if piece_split == split]
             if not conversations:
                 continue
-            pairs = [self.tokenizer.encode_conversation(messages) for messages in conversations]
+            pairs = [self.tokenizer.mark_conversation(messages) for messages in conversations]
             ids = np.concatenate([ids for ids, _ in pairs])
-            loss_mask = np.concatenate([loss_mask for _, loss_mask in pairs])
+            marks = np.concatenate([marks for _, marks in pairs])
             size = sum(utf8_bytes(message['content'])
                        for messages in conversations for message in messages)
             encoded[split] = Encoded(ids.astype(self.dtype), len(conversations), size,
-                                     loss_mask.astype('u1'))
+                                     marks.astype('u1'))
         return encoded
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from plaingpt.data.token_files import as_unsigned, open_tokens, sampled_blocks
 from plaingpt.data.tokenizers import GPT2Tokenizer
 from plaingpt.system.errors import UserError
-from plaingpt.system.formatting import command_for
+from plaingpt.system.formatting import command_for, count_of
 
 # https://github.com/karpathy/llm.c, dev/data/data_common.py: a header of 256 int32, which begins
 # with magic, version and number of tokens; then the tokens.
@@ -117,8 +117,8 @@ def find_dtype(path, sample, size, vocab_size):
         if size % int(name[2]) == 0 and high_half_is_empty(np.frombuffer(sample, name)):
             return np.dtype(name)
     if size % 2:
-        raise UserError(f'{path}: odd size of {size:,} bytes: the file is damaged; copy it again, '
-                        'or if its ids are single bytes, run '
+        raise UserError(f'{path}: odd size of {count_of(size, "byte")}: the file is damaged; copy '
+                        'it again, or if its ids are single bytes, run '
                         f'{command_for("prepare")} ids FOLDER --vocab_size=N --dtype=uint8')
     little, big = np.frombuffer(sample, '<u2'), np.frombuffer(sample, '>u2')
     return big.dtype if has_smaller_range(big, little) else little.dtype

@@ -3,10 +3,8 @@ trusted."""
 
 from itertools import groupby
 
-import numpy as np
-
 from plaingpt.data.dataset import SPLITS, open_dataset
-from plaingpt.data.overlap import compare_with_train, print_share
+from plaingpt.data.overlap import MIN_LINE_CHARS, compare_with_train, describe_share, print_share
 from plaingpt.system.errors import UserError, warn
 from plaingpt.system.formatting import command_for, count_of, printable
 
@@ -70,13 +68,13 @@ def describe_split(dataset, split):
     line = str(stream.files[0].path)
     if len(stream.files) > 1:
         line += f' to {stream.files[-1].path.name}'
-    line += f': {len(stream):,} tokens'
+    line += f': {count_of(len(stream), "token")}'
     if 'bytes' in entry:
         line += f', {entry["bytes"] / len(stream):.2f} bytes per token'
     if 'documents' in entry:
         line += f', from {count_of(entry["documents"], "document")}'
     if 'learned' in entry:
-        line += f'; {entry["learned"]:,} tokens in the loss'
+        line += f'; {count_of(entry["learned"], "token")} in the loss'
     return line
 
 
@@ -86,9 +84,7 @@ def excerpt(stream, tokenizer):
     if not stream.loss_mask:
         return repr(tokenizer.decode(stream.read(0, EXCERPT_TOKENS).tolist()))
     ids = stream.read(0, CHAT_EXCERPT_TOKENS)
-    starts = np.flatnonzero(ids == tokenizer.bos_id)[1:].tolist()
-    if starts:
-        ids = ids[:starts[0]]
+    ids = ids[:next(iter(stream.conversation_starts[1:].tolist()), None)]
     text, start = '', 0
     loss_mask = stream.loss_mask.read(0, len(ids)).tolist()
     for in_loss, run in groupby(loss_mask):
@@ -106,10 +102,11 @@ def print_overlap(entry):
     """Print how much of the validation text is in the training split."""
     advice = 'remove the copies from the input, or hold out other text ' \
         f'({command_for("prepare")} hf … --val_split=…)'
-    if entry.get('in_train') is not None:
-        print_share(entry['in_train'], 'validation text is also in the training split', advice)
-    if entry.get('lines_in_train') is not None:
-        print_share(entry['lines_in_train'], 'validation lines also occur in the training split '
+    share, share_of_lines = entry.get('in_train'), entry.get('lines_in_train')
+    print_share(share, describe_share(share, 'the validation text', 'the training split'), advice)
+    if share_of_lines is not None:
+        print_share(share_of_lines, f'{100 * share_of_lines:.3g}% of the validation lines of '
+                    f'{MIN_LINE_CHARS} or more characters also occur in the training split '
                     '(ignoring numbers)', advice)
 
 

@@ -92,6 +92,11 @@ class MixedLoader(BatchLoader):
             loader.sequences_per_epoch * SHARES // share
             for loader, share in zip(self.components, stream.shares, strict=True))
 
+    def epoch_tokens(self):
+        """How many tokens the model reads until the first corpus starts its next epoch."""
+        return min(loader.epoch_tokens() * SHARES // share
+                   for loader, share in zip(self.components, self.stream.shares, strict=True))
+
     def sequence_starts(self, ids):
         """Sequence numbers → the start token of each in the concatenated corpora."""
         corpora, indices = np.empty_like(ids), np.empty_like(ids)

@@ -14,6 +14,7 @@ from plaingpt.system.files import write_atomically
 from plaingpt.system.formatting import one_line
 
 SEQUENCE_TOKENS = 64  # coincidences and common phrases are shorter
+SHORT_TOKENS = 2 * SEQUENCE_TOKENS  # a shorter copy may not contain a whole compared sequence
 MIN_LOSS_TOKENS = SEQUENCE_TOKENS // 4  # in a sequence from conversations
 MAX_OVERLAP = 0.1  # beyond it the validation loss is not trustworthy
 # The 64-bit hash of a sequence is its dot product with these. RandomState is the same in all
@@ -21,11 +22,18 @@ MAX_OVERLAP = 0.1  # beyond it the validation loss is not trustworthy
 FACTORS = np.frombuffer(np.random.RandomState(0).bytes(8 * SEQUENCE_TOKENS), '<i8')
 
 
-def print_share(share, statement, advice):
-    """Print what share of the validation text was trained on; a warning if its loss is not
-    trustworthy. statement: what follows 'N% of the'; advice: what to do"""
-    line = f'{100 * share:.3g}% of the {statement}'
-    if share > MAX_OVERLAP:
+def describe_share(share, text, where):
+    """One line on the share of a text that is in another one; None: not compared."""
+    if share is None:
+        return f'{text} was not compared with {where}: too short'
+    return (f'{100 * share:.3g}% of {text} is also in {where} '
+            f'(copies below {SHORT_TOKENS} tokens may be missed)')
+
+
+def print_share(share, line, advice):
+    """Print a line on the share of the validation text that was trained on; as a warning if its
+    loss is not trustworthy. advice: what to do then"""
+    if share and share > MAX_OVERLAP:
         warn(f'{line}, so the validation loss says little about new text: {advice}')
     else:
         print_line(line)
@@ -49,26 +57,26 @@ def find_hashes(known, hashes):
 NUM_SEQUENCES = 4096  # of the validation split to search for
 HALF = SEQUENCE_TOKENS // 2
 BLOCK_TOKENS = 2**17  # of the training split per read
-SHORT_TOKENS = 2 * SEQUENCE_TOKENS  # if documents are shorter on average, compare lines too
 MIN_LINE_CHARS = 20  # shorter lines are common everywhere
 LINE_TOKENS = 2**21  # of each split, to compare lines
 
 
 def compare_with_train(dataset):
     """How much of the validation split is in the training split → {'in_train': fraction of its
-    sequences}, and if documents are short 'lines_in_train', the fraction of its lines. {} if the
-    split is too short."""
+    sequences}, and if documents are shorter than SHORT_TOKENS on average 'lines_in_train', the
+    fraction of its lines. What is too short to compare is left out."""
     train, val = map(dataset.split, SPLITS)
     overlap = find_overlap(train, val)
-    if overlap is None:
-        return {}
+    shares = {} if overlap is None else {'in_train': overlap}
     documents = dataset.split_entry('val').get('documents', 0)
     if dataset.has_mask() or len(val) >= SHORT_TOKENS * documents:
-        return {'in_train': overlap}
+        return shares
     val_lines = read_lines(val, dataset.tokenizer())
     train_lines = {*read_lines(train, dataset.tokenizer())}
-    copies = sum(line in train_lines for line in val_lines)
-    return {'in_train': overlap, 'lines_in_train': copies / max(1, len(val_lines))}
+    if val_lines:
+        copies = sum(line in train_lines for line in val_lines)
+        shares['lines_in_train'] = copies / len(val_lines)
+    return shares
 
 
 def read_lines(stream, tokenizer):
@@ -85,7 +93,7 @@ def find_overlap(train, val, max_sequences=NUM_SEQUENCES, block_tokens=BLOCK_TOK
     """The fraction of 64-token sequences of the stream `val` that occur anywhere in `train`.
 
     It searches for up to max_sequences, spread evenly over `val`, and reads `train` in blocks of
-    block_tokens. None if `val` is shorter than one sequence. In conversations, a quarter of a
+    block_tokens. None if one of them is shorter than a sequence. In conversations, a quarter of a
     sequence must be in the loss.
 
     Each occurrence in `train` contains an aligned block of 32 tokens (one that starts at a multiple
@@ -93,7 +101,7 @@ def find_overlap(train, val, max_sequences=NUM_SEQUENCES, block_tokens=BLOCK_TOK
     Around each match, 64-token windows are compared. All comparisons are by hash.
     """
     count = min(max_sequences, len(val) // SEQUENCE_TOKENS)
-    if not count:
+    if not count or len(train) < SEQUENCE_TOKENS:
         return None
     starts = spread(count, len(val), SEQUENCE_TOKENS)
     sequences = val.sequences(starts, SEQUENCE_TOKENS)
@@ -172,15 +180,15 @@ def windows_of(stream):
 
 def share_trained_on(hashes, starts, sketches):
     """The estimated fraction of the tokens in the windows of a text that are in a training text of
-    any of the `sketches`; None if they are too small to tell.
+    any of the `sketches`; None if the text or the sketches are too small to tell.
 
     With a complete sketch, a token counts if it is in a block that occurs among the windows. With a
     sample, a token in one block represents 1 / share tokens. In several blocks, or in a window that
     occurs several times, it is boilerplate, which a sample likely contains: it counts once.
     """
-    if not len(starts):
+    tokens = starts[-1] + SEQUENCE_TOKENS if len(starts) else 0
+    if tokens < SHORT_TOKENS:
         return None
-    tokens = starts[-1] + SEQUENCE_TOKENS
     covered = np.count_nonzero(count_covering(starts, tokens))
     sketches = [sketch for sketch in sketches
                 if sketch.share == 1 or sketch.share * covered >= MIN_SAMPLED_TOKENS]

@@ -5,35 +5,67 @@ algorithms"). One that is longer than a sequence is split before a user turn, or
 is too long; each later piece starts with the BOS token. The loss ignores the padding.
 """
 
+from functools import cached_property
+
 import numpy as np
 import torch
 
 from plaingpt.data.batches import BatchLoader
-from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ChatTokenizer
+from plaingpt.data.chat_tokenizer import CONVERSATION, IN_LOSS, SPECIAL_TOKENS, TURN, ChatTokenizer
 from plaingpt.data.token_files import READ_TOKENS, TokenStream
 from plaingpt.data.tokenizers import IdsTokenizer
 from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import count_of
+
+
+class LossMask(TokenStream):
+    """Whether each token counts in the loss, from the files with the marks of tokens."""
+
+    def sequences(self, starts, length):
+        return super().sequences(starts, length) == IN_LOSS
 
 
 class ConversationTokens(TokenStream):
-    """The tokens of conversations, with a loss mask. tokenizer: for a pretrained model's template,
-    to find the turns of conversations"""
+    """The tokens of conversations, with their marks (ChatTokenizer.mark_conversation). tokenizer:
+    for a pretrained model's template"""
 
     def __init__(self, files, masks, vocab_size, tokenizer=None):
         super().__init__(files, vocab_size)
-        self.loss_mask = TokenStream(masks, 2)
+        self.marks, self.loss_mask = TokenStream(masks, TURN + 1), LossMask(masks, TURN + 1)
+        # Version 1.0 marked only the tokens in the loss.
+        self.has_starts = self.marks.read(0, 1)[0] == CONVERSATION
         # Our control tokens follow the ids of text, so finding them does not need the tokenizer of
         # text, which may need a download.
         self.tokenizer = tokenizer or ChatTokenizer(IdsTokenizer(vocab_size - len(SPECIAL_TOKENS)))
 
     def verify(self):
         super().verify()
-        self.loss_mask.verify()
+        self.marks.verify()
+        len(self.conversation_starts)  # raises UserError
 
     def chunks(self):
-        """Yield (index of the first token, tokens, their loss mask) in order."""
+        """Yield (index of the first token, tokens, their marks) in order."""
         for first in range(0, len(self), READ_TOKENS):
-            yield first, self.read(first, READ_TOKENS), self.loss_mask.read(first, READ_TOKENS)
+            yield first, self.read(first, READ_TOKENS), self.marks.read(first, READ_TOKENS)
+
+    @cached_property
+    def conversation_starts(self):
+        """The index of the first token of each conversation. Raises UserError."""
+        starts = []
+        for first, tokens, marks in self.chunks():
+            is_start = marks == CONVERSATION if self.has_starts else tokens == self.tokenizer.bos_id
+            starts.append(first + np.flatnonzero(is_start))
+        starts = np.concatenate(starts)
+        if not len(starts) or starts[0]:
+            raise UserError(f'{self.files[0].path} does not begin with a conversation: prepare the '
+                            'data again')
+        return starts
+
+    def turn_starts(self, start, length):
+        """The index of the first token of each later user turn of a conversation."""
+        if self.has_starts:
+            return start + np.flatnonzero(self.marks.read(start, length) == TURN)
+        return start + find_subsequence(self.tokenizer.user_ids, self.read(start, length))[1:]
 
 
 class PackedLoader(BatchLoader):
@@ -44,11 +76,9 @@ class PackedLoader(BatchLoader):
 
     def tile(self):
         stream = self.stream
-        # Without a BOS token in the template, the first token of a sequence is not read.
-        self.length = self.block_size + (1 if stream.tokenizer.keeps_bos else 2)
-        starts = conversation_starts(stream)
-        self.num_conversations = len(starts)
-        starts, sizes, with_bos = split_conversations(stream, starts, self.length)
+        # A BOS token that the template lacks is not read at the start of a sequence.
+        self.length = self.block_size + (2 if stream.tokenizer.adds_bos else 1)
+        starts, sizes, with_bos = split_conversations(stream, self.length)
         # A piece's first token is not a target: no token before it predicts it.
         targets = mask_sums(stream, starts + sizes) - mask_sums(stream, starts + 1)
         has_targets = targets > 0  # pieces of long questions have none
@@ -92,32 +122,29 @@ class PackedLoader(BatchLoader):
         return *self._on_host(self.sequence_starts(ids)), weight
 
     def question_prompts(self, n):
-        """The ids of up to n conversations, each up to the header of its first reply."""
-        tokenizer = self.stream.tokenizer
-        unsplit = np.flatnonzero(~self.with_bos)  # first pieces of conversations
-        prompts = []
-        for i in unsplit[np.linspace(0, len(unsplit) - 1, min(n, len(unsplit))).astype(np.int64)]:
-            ids = self.stream.read(self.starts[i], int(self.sizes[i])).tolist()
-            replies = find_subsequence(tokenizer.answer_ids, np.array(ids))
-            if len(replies):
-                start = 0 if tokenizer.keeps_bos else 1
-                prompts.append(ids[start:replies[0] + len(tokenizer.answer_ids)])
+        """The ids of up to n conversations, each up to its first reply in the loss."""
+        first_pieces, prompts = np.flatnonzero(~self.with_bos), []
+        skipped = 1 if self.stream.tokenizer.adds_bos else 0
+        n = min(n, len(first_pieces))
+        for i in first_pieces[np.linspace(0, len(first_pieces) - 1, n).astype(np.int64)]:
+            first_in_loss = np.argmax(self.stream.loss_mask.read(self.starts[i], self.sizes[i]))
+            prompts.append(self.stream.read(self.starts[i], first_in_loss)[skipped:].tolist())
         return prompts
 
     def layout(self, start):
         """The start token of a sequence → [(column in the batch, first token in the split, number
         of tokens)] for each piece; the columns between them hold BOS tokens."""
-        pieces, column, keeps_bos = [], 0, self.stream.tokenizer.keeps_bos
+        pieces, column, skips_bos = [], 0, self.stream.tokenizer.adds_bos
         for i in self.pieces[np.searchsorted(self.first_starts, start)]:
             first, n = int(self.starts[i]), int(self.sizes[i])
             if self.with_bos[i]:
-                if keeps_bos:
+                if not skips_bos:
                     column += 1
-            elif not keeps_bos:
+            elif skips_bos:
                 first, n = first + 1, n - 1
             pieces.append((column, first, n))
             column += n
-            keeps_bos = True  # only the first column of a sequence is not read
+            skips_bos = False  # only at the start of a sequence
         return pieces
 
     def _on_host(self, starts):
@@ -142,20 +169,11 @@ class PackedLoader(BatchLoader):
         """One line on how the conversations were packed."""
         capacity = self.sequences_per_epoch * self.length
         used = int((self.sizes + self.with_bos).sum())
-        return f'{self.num_conversations:,} conversations in {self.sequences_per_epoch:,} ' \
-               f'sequences, {1 - used / capacity:.1%} padding, {int(self.num_targets.sum()):,} ' \
-               f'tokens in the loss; {int(self.with_bos.sum()):,} splits to fit block_size; ' \
-               f'dropped {self.dropped_tokens:,} tokens without a reply'
-
-
-def conversation_starts(stream):
-    """The index of the first token of each conversation. Raises UserError."""
-    starts = np.concatenate([first + np.flatnonzero(tokens == stream.tokenizer.bos_id)
-                             for first, tokens, _ in stream.chunks()])
-    if not len(starts) or starts[0]:
-        raise UserError(f'{stream.files[0].path} does not begin with a conversation: prepare the '
-                        'data again')
-    return starts
+        return f'{count_of(len(self.stream.conversation_starts), "conversation")} in ' \
+               f'{count_of(self.sequences_per_epoch, "sequence")}, {1 - used / capacity:.1%} ' \
+               f'padding, {count_of(int(self.num_targets.sum()), "token")} in the loss; ' \
+               f'{count_of(int(self.with_bos.sum()), "split")} to fit block_size; dropped ' \
+               f'{count_of(self.dropped_tokens, "token")} without a reply'
 
 
 def find_subsequence(subsequence, ids):
@@ -166,25 +184,28 @@ def find_subsequence(subsequence, ids):
     return indices
 
 
-def split_conversations(stream, starts, length):
+def split_conversations(stream, length):
     """Split conversations that are longer than `length` tokens into pieces. Each piece after the
-    first is preceded by a BOS token, which counts in its length.
+    first is preceded by a BOS token, which counts in its length. A piece that starts within a reply
+    repeats one token, which predicts the next.
 
-    starts: the first token of each conversation
     → (first token of each piece, number of tokens, whether a BOS token precedes it)
     """
+    starts = stream.conversation_starts
     sizes = np.append(starts[1:], len(stream)) - starts
+    may_repeat = stream.has_starts and length > 2  # data of version 1.0 is split as in 1.0
     pieces = []
     for i in np.flatnonzero(sizes > length):
         start, end = int(starts[i]), int(starts[i] + sizes[i])
-        user_turns = start + find_subsequence(stream.tokenizer.user_ids,
-                                              stream.read(start, end - start))[1:]
+        user_turns = stream.turn_starts(start, end - start)
         with_bos, max_size = False, length
         while end - start > max_size:
             turns = user_turns[(user_turns > start) & (user_turns <= start + max_size)]
             piece_end = int(turns[-1]) if len(turns) else start + max_size
             pieces.append((start, piece_end - start, with_bos))
             start = piece_end
+            if may_repeat and stream.loss_mask.read(start, 1)[0]:
+                start -= 1
             with_bos, max_size = True, length - 1
         pieces.append((start, end - start, True))
     unsplit = np.stack([starts, sizes, np.zeros_like(starts)], 1)[sizes <= length]
@@ -196,9 +217,9 @@ def split_conversations(stream, starts, length):
 def mask_sums(stream, positions):
     """How many tokens before each of the sorted `positions` count in the loss."""
     result, total = np.empty_like(positions), 0
-    for first, _, loss_mask in stream.chunks():
-        sums = total + np.cumsum(np.append(0, loss_mask))
-        a, b = np.searchsorted(positions, (first, first + len(loss_mask) + 1))
+    for first, _, marks in stream.chunks():
+        sums = total + np.cumsum(np.append(0, marks == IN_LOSS))
+        a, b = np.searchsorted(positions, (first, first + len(marks) + 1))
         result[a:b] = sums[positions[a:b] - first]
         total = sums[-1]
     return result

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from plaingpt.data.text_files import Separators, open_text
+from plaingpt.data.text_files import ENCODING_ADVICE, Separators, open_text
 from plaingpt.data.unusable import Unusable
 from plaingpt.system.errors import needs
-from plaingpt.system.formatting import join_surrogates, one_line, shown
+from plaingpt.system.formatting import command_for, join_surrogates, one_line, shown
 
 FORMATS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'csv',
            '.parquet': 'parquet'}  # ending → format; all other files are text
 DELIMITERS = ',', ';', '\t', '|'  # Excel writes ';' in most of Europe
 NOT_UTF8 = re.compile('[\udc80-\udcff]')  # undecodable bytes, as surrogateescape maps them
-NOT_UTF8_PROBLEM = 'not UTF-8', ': save the file as UTF-8'  # reason and details of an Unusable
+NOT_UTF8_PROBLEM = 'not UTF-8', f': {ENCODING_ADVICE}'  # reason and details of an Unusable
 TEXT_FIELDS = ('text', 'content')  # the default: the first of these in a row
 
 
@@ -173,6 +173,10 @@ def parquet_rows(file, name, is_needed):
 # text fields
 
 
+def field_advice():
+    return f'--text_field, or for conversations run {command_for("prepare")} chat'
+
+
 @dataclass(frozen=True)
 class TextReader:
     """Reads the documents in a field of a row. text_field: its name, or '' for the first of
@@ -204,7 +208,7 @@ class TextReader:
         if match is not None:
             return match
         raise Unusable(where, f'no field {self.names()[0]!r}',
-                       f' among {list_columns(row)}: choose one with --text_field')
+                       f' among {list_columns(row)}: choose one with {field_advice()}')
 
     def texts(self, row, where):
         """The documents in a row, none if its text is blank. Raises Unusable."""
@@ -216,6 +220,6 @@ class TextReader:
                 raise Unusable(where, f'field {name!r} is null')
             if not isinstance(text, str):
                 raise Unusable(where, f'field {name!r} is not text but {type(text).__name__}',
-                               ': choose another with --text_field')
+                               f': choose another with {field_advice()}')
         text, _ = join_surrogates(text)  # JSON may contain lone surrogates
         return [document for document in self.separators.split(text) if document.strip()]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from plaingpt.data.chat_tokenizer import IN_LOSS
 from plaingpt.data.dataset import (
     FORMAT_VERSION,
     MASK_SUFFIX,
@@ -25,7 +26,7 @@ from plaingpt.data.dataset import (
 )
 from plaingpt.data.inspection import find_damage, print_report
 from plaingpt.data.overlap import compare_with_train
-from plaingpt.data.token_files import dtype_name
+from plaingpt.data.token_files import dtype_name, may_hold_own_ids
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import locked, read_json, sha256_of, sync, write_json
 
@@ -58,7 +59,7 @@ class ShardWriter:
             shard, used = divmod(self.tokens, self.shard_tokens)
             end = start + self.shard_tokens - used
             for ending in self.columns:
-                array = encoded.ids if ending == '.bin' else encoded.loss_mask
+                array = encoded.ids if ending == '.bin' else encoded.marks
                 with open(self.path(shard, ending), 'ab' if used else 'wb') as file:
                     file.write(array[start:end].tobytes())
                 self.unsynced.add(self.path(shard, ending))
@@ -66,8 +67,8 @@ class ShardWriter:
             start = end
         self.documents += encoded.documents
         self.bytes += encoded.bytes
-        if encoded.loss_mask is not None:
-            self.learned += int(np.count_nonzero(encoded.loss_mask))
+        if encoded.marks is not None:
+            self.learned += int(np.count_nonzero(encoded.marks == IN_LOSS))
         return self.tokens // self.shard_tokens > full_shards
 
     def sync(self):
@@ -182,11 +183,11 @@ def is_up_to_date(folder, command, overwrite):
     try:
         existing = read_meta(path)['source']
     except UserError as problem:  # damaged, or of a newer version
-        may_be_own_ids = '"kind": "ids"' in path.read_text('utf-8', 'replace')
-        if overwrite and not may_be_own_ids:
+        own_ids = may_hold_own_ids(folder)
+        if overwrite and not own_ids:
             return False
         hint = 'choose another folder with --data_dir'
-        if not may_be_own_ids:
+        if not own_ids:
             hint += f', or replace the files of {folder} with --overwrite'
         raise UserError(f'{problem}; or {hint}') from None
     if existing.get('corpus') == 'ids':

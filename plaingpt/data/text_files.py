@@ -4,7 +4,7 @@ import gzip
 import io
 import re
 import zlib
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from plaingpt.data.unusable import Unusable
 from plaingpt.system.formatting import count_of, one_line, shown
@@ -22,10 +22,15 @@ MENTION_AFTER = re.compile(r'''\s|[)\]}>,;:=]|["'`]($|[\s)\]},;:.+])''')
 LINE_BREAKS = re.compile(r'[ \t\r]*\n[\r\n]*')
 
 
+ENCODING_ADVICE = 'save it as UTF-8, or if all files have another encoding, name it, such as ' \
+    '--encoding=latin-1, cp1252 or utf-16'
+
+
 @contextmanager
-def open_text(file, encoding='utf-8', errors='strict'):
+def open_text(file, encoding='utf-8', errors='strict', advice=ENCODING_ADVICE):
     r"""Context manager: an open binary file → its text, decompressed if it is a .gz. Only \n ends
-    a line, and line endings are not changed. Raises Unusable, also where reading fails later."""
+    a line, and line endings are not changed. Raises Unusable, also where reading fails later.
+    advice: what to do about a file in another encoding"""
     codec = 'utf-8-sig' if encoding == 'utf-8' else encoding  # skips a byte order mark
     try:
         data = gzip.open(file) if file.name.lower().endswith('.gz') else file
@@ -33,22 +38,14 @@ def open_text(file, encoding='utf-8', errors='strict'):
             yield io.TextIOWrapper(data, codec, errors, newline='\n')
     except UnicodeError as e:
         raise Unusable(shown(file.name), f'not {encoding.upper()}',
-                       f' ({e}): save it as UTF-8') from None
+                       f' ({e}): {advice}') from None
     except (OSError, EOFError, zlib.error) as e:
         raise Unusable(shown(file.name), 'cannot be read', f' ({one_line(e)})') from None
 
 
-def holds_utf8(path):
-    """Whether a file begins with text that is UTF-8 but not ASCII."""
-    with suppress(OSError), open(path, 'rb') as file:
-        text = file.read(BLOCK_CHARS).decode('utf-8', 'surrogateescape')
-        return re.search('[^\0-\x7f\udc80-\udcff]', text) is not None
-    return False
-
-
 def read_text(path):
     """The whole text of a UTF-8 file, as prepare.py reads it. Raises UserError, OSError."""
-    with open(path, 'rb') as file, open_text(file) as text:
+    with open(path, 'rb') as file, open_text(file, advice='save it as UTF-8') as text:
         return text.read()
 
 

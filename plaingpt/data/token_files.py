@@ -3,6 +3,7 @@
 import hashlib
 import os
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from plaingpt.system.errors import UserError
-from plaingpt.system.formatting import command_for
+from plaingpt.system.formatting import command_for, count_of, quoted
 
 READ_TOKENS = 2**22  # per read, for whole files
 SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 2**14  # sampled_sha256 reads 64 blocks of 16 KiB
@@ -66,7 +67,7 @@ class TokenFile:
         checksum = self.checksum(vocab_size)
         if self.sha256 and checksum != self.sha256:
             raise UserError(f'{self.path}: the checksum does not match meta.json: the file is '
-                            'damaged or was replaced; prepare the data again')
+                            f'damaged or was replaced; {how_to_prepare(self.path)}')
 
     def sampled_sha256(self):
         """Checksum of the size and of evenly spaced blocks; of all bytes of a small file."""
@@ -94,8 +95,23 @@ def check_ids(path, ids, first, vocab_size):
         i = int(np.flatnonzero(unsigned >= vocab_size)[0])
         raise UserError(f'{path}: token {first + i:,} has id {ids[i]}, but the largest id of the '
                         f'vocabulary is {vocab_size - 1}: the file is damaged or from another '
-                        'tokenizer; prepare the data again, or for your own ids set the right '
+                        f'tokenizer; {how_to_prepare(path)}, or for your own ids set the right '
                         f'--vocab_size (and in {command_for("prepare")} ids FOLDER their --dtype)')
+
+
+def how_to_prepare(path):
+    """What to do about a token file that is not as prepare.py left it."""
+    folder = path.parent
+    if may_hold_own_ids(folder):
+        return f'run {command_for("prepare")} ids {quoted(folder)} --vocab_size=N again'
+    return 'prepare the data again'
+
+
+def may_hold_own_ids(folder):
+    """Whether a folder's meta.json, even if it is damaged, describes the user's own ids."""
+    with suppress(OSError):
+        return '"kind": "ids"' in (folder / 'meta.json').read_text('utf-8', 'replace')
+    return False
 
 
 def as_unsigned(ids):
@@ -122,15 +138,15 @@ def open_tokens(path, dtype, num_tokens=None, sha256='', offset=None):
     try:
         file = open(path, 'rb', buffering=0)
     except OSError as e:
-        raise UserError(f'{path}: {e.strerror}') from None
+        raise UserError(f'{path}: {e.strerror}: restore it, or {how_to_prepare(path)}') from None
     start = offset or 0
     in_file = (os.fstat(file.fileno()).st_size - start) / dtype.itemsize
     if num_tokens is None:
         num_tokens = int(in_file)
     if not num_tokens or in_file < num_tokens or (in_file > num_tokens and offset is None):
-        raise UserError(f'{path}: expected {num_tokens or "some"} tokens of {dtype.itemsize} bytes '
-                        f'and found {in_file:,.12g}: the file is damaged or has another dtype; '
-                        'prepare the data again')
+        raise UserError(f'{path}: expected {num_tokens or "some"} tokens of '
+                        f'{count_of(dtype.itemsize, "byte")} and found {in_file:,.12g}: the file '
+                        f'is damaged or has another dtype; {how_to_prepare(path)}')
     return TokenFile(path, dtype, file, start, num_tokens, sha256)
 
 

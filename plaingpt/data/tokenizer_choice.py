@@ -12,12 +12,18 @@ from plaingpt.data import tokenizers
 from plaingpt.data.chat_tokenizer import as_chat
 from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.data.encoding import utf8_bytes
-from plaingpt.data.foreign_tokenizer import TOKENIZER_FILES, download, read_tokenizer
+from plaingpt.data.foreign_tokenizer import (
+    SUPPORTED,
+    TOKENIZER_FILES,
+    download,
+    find_tokenizer_files,
+    read_tokenizer,
+)
 from plaingpt.data.text_files import find_boundary
 from plaingpt.data.tokenizers import BPETokenizer, CharTokenizer
 from plaingpt.system.errors import UserError, progress_bar
 from plaingpt.system.files import is_hub_name, read_json
-from plaingpt.system.formatting import join_surrogates
+from plaingpt.system.formatting import count_of, join_surrogates
 
 NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
 UNTRAINED = 'gpt2', 'byte'  # the same for every text
@@ -48,6 +54,8 @@ def describe_tokenizer(name):
         folder = Path(download(name, TOKENIZER_FILES) if is_hub_name(name) else name)
         states = [*folder.glob('state.json'), *folder.glob('checkpoints/iter-*/state.json')]
         description = read_json(states[-1])['tokenizer'] if states else read_tokenizer(folder)
+        if not description and (files := find_tokenizer_files(folder)):
+            raise UserError(f'tokenizer={name}: {", ".join(files)}: expected {SUPPORTED}')
     if not description:
         raise UserError(f'tokenizer={name}: expected auto, {NAMES}, or a prepared dataset, a run '
                         'or a model')
@@ -114,7 +122,7 @@ def train_tokenizer(name, source):
     texts = ()
     if name == 'auto':
         name = f'bpe:{choose_vocab_size(source.total)}'
-        print(f'tokenizer: {name}, by the size of the text ({source.total:,} bytes); '
+        print(f'tokenizer: {name}, by the size of the text ({count_of(source.total, "byte")}); '
               'alternatives: --tokenizer=gpt2, bpe:N, char or byte')
     if name.startswith('bpe'):
         print(f'training the {name} tokenizer')

@@ -18,7 +18,7 @@ import re
 import numpy as np
 
 from plaingpt.system.errors import UserError
-from plaingpt.system.formatting import join_surrogates
+from plaingpt.system.formatting import count_of, join_surrogates
 
 # of {token: id} in OpenAI's encoder.json and in every tokenizer.json of GPT-2, sorted by key
 GPT2_VOCAB_SHA256 = '855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2'
@@ -53,8 +53,8 @@ class CharTokenizer(Tokenizer):
             i = int(unknown[0])
             excerpt = text[max(0, i - 10):i + 10]
             raise UserError(f'character {text[i]!r} in {excerpt!r} is not in the vocabulary of '
-                            f'this tokenizer ({self.vocab_size} characters): remove it, or prepare '
-                            'the data with another --tokenizer')
+                            f'this tokenizer ({count_of(self.vocab_size, "character")}): remove '
+                            'it, or prepare the data with another --tokenizer')
         return self._ids[indices]
 
     def decode(self, ids):
@@ -101,8 +101,8 @@ class WordTokenizer(Tokenizer):
             i = self._ids.get(token, self._unknown_id)
             if i is None and text.strip():
                 raise UserError(f'{token[:40]!r} in {text[:40]!r} is not in the vocabulary of this '
-                                f'tokenizer ({self.vocab_size} tokens, no <unk>): remove it, or '
-                                'prepare the data with another --tokenizer')
+                                f'tokenizer ({count_of(self.vocab_size, "token")}, no <unk>): '
+                                'remove it, or prepare the data with another --tokenizer')
             ids.append(i or 0)
         return np.array(ids or [0], dtype=np.int64)
 
@@ -170,7 +170,11 @@ class IdsTokenizer(Tokenizer):
                             f'got {text[:40]!r}')
         return np.array(words, dtype=np.int64)
 
+    def decode(self, ids):
+        return ','.join(map(str, ids))
+
     def decode_bytes(self, ids):
+        """Each id begins with its comma, so that a list can be continued."""
         return ''.join(f',{i}' for i in ids).encode()
 
     def to_json(self):
@@ -207,7 +211,8 @@ class GPT2Tokenizer(BytePairTokenizer):
         except (OSError, ValueError) as e:  # network errors are OSErrors; a bad hash a ValueError
             raise UserError(f'cannot download the gpt2 tokenizer ({type(e).__name__}): connect to '
                             'the internet once, set TIKTOKEN_CACHE_DIR to a folder that has it, or '
-                            'choose another, such as --tokenizer=byte') from None
+                            'prepare the data with a trained tokenizer, such as '
+                            '--tokenizer=bpe:512') from None
 
     def to_json(self):
         return {'kind': 'gpt2'}

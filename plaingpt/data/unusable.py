@@ -42,21 +42,19 @@ class Tally:
         if count >= EARLY_STOP and (estimated_total or count == self.total):
             self.check(max(estimated_total, self.total))
 
-    def check(self, total, more_advice=None):
-        """Raises UserError if more than 1% of `total` are unusable. more_advice: function of an
-        Unusable → text to append"""
+    def check(self, total):
+        """Raises UserError if more than 1% of `total` are unusable."""
         count = self.counts.total()
         if count <= MAX_UNUSABLE * total:
             return
         reason, number = self.counts.most_common(1)[0]
         example, *others = self.examples[reason]
-        advice = more_advice(example) if more_advice else ''
         counted = f'{count:,} of {count_of(total, self.noun)} cannot be used'
         if number < count:
             counted += f', {number:,} for this reason'
         if others:
             counted += f', such as {"; ".join(problem.where for problem in others)}'
-        raise UserError(f'{example}{advice} ({counted}; at most {MAX_UNUSABLE:.0%} may be skipped)')
+        raise UserError(f'{example} ({counted}; at most {MAX_UNUSABLE:.0%} may be skipped)')
 
     def describe(self):
         """One line per reason."""

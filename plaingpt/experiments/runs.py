@@ -27,7 +27,8 @@ from tqdm import tqdm
 
 from configurator import find_recipe, load_config
 from plaingpt.data.dataset import has_token_files, open_dataset_spec
-from plaingpt.monitoring.references import STUDENT_T
+from plaingpt.inference.pretrained import MODEL_FILES, download_model
+from plaingpt.monitoring.references import p_value, t_quantile
 from plaingpt.monitoring.run_record import column, read_rows, read_run
 from plaingpt.system.devices import choose_device, machine_name
 from plaingpt.system.errors import UserError, print_line, warn
@@ -40,13 +41,24 @@ from plaingpt.system.files import (
     write_json,
 )
 from plaingpt.system.formatting import count_of
-from plaingpt.training.checkpoint import archive_previous_run, checksum
+from plaingpt.training.checkpoint import archive_previous_run, checkpoint_paths, checksum
+from plaingpt.training.open_weights import open_weights
 from plaingpt.training.progress import FINISHED, TIME_UP
-from plaingpt.training.settings import TrainConfig
+from plaingpt.training.settings import INIT_MODES, TrainConfig
 
 LISTS = ROOT / 'config' / 'variants'
 # Settings that change where metrics go, but not the metrics.
 OUTPUTS = {'out_dir', 'log_to', 'wandb_log', 'wandb_project', 'wandb_run_name'}
+NOT_RECORDED = {'film': False, 'report': False}  # settings of compared runs
+
+
+class RunFailed(UserError):
+    """A run of a variant did not train."""
+
+    def __init__(self, variant, seed, problem):
+        super().__init__(f'{variant}, seed {seed}: {problem}')
+        self.variant = variant
+
 
 # -----------------------------------------------------------------------------
 # lists of variants
@@ -128,18 +140,27 @@ def inputs_of(argv):
     if has_token_files(config.dataset):
         dataset = open_dataset_spec(config.dataset, config.vocab_size)
         data = checksum([dataset.state(), dataset.identity('val')])
-    init_from = Path(config.init_from)
-    weights = [path for path in (init_from, *sorted(init_from.rglob('*')))
-               if path.suffix in ('.safetensors', '.pt', '.pth')]
-    return {'settings': settings, 'config files': checksum(map_sha256(config_files)),
-            'code': checksum(map_sha256(code)), 'data': data,
-            'weights': [[str(path), path.stat().st_mtime] for path in weights],
-            'torch': torch.__version__,
-            'device': machine_name(choose_device(config.device)[0]).partition(',')[0]}
+    return {'settings': settings, 'config files': checksum_of(config_files),
+            'code': checksum_of(code), 'data': data, 'weights': initial_weights(config),
+            'torch': torch.__version__, 'device': machine_name(choose_device(config.device)[0])}
 
 
-def map_sha256(paths):
-    return [sha256_of(path) for path in paths]
+def initial_weights(config):
+    """A checksum of the files that a run starts from, as they are now: those of a checkpoint, of a
+    folder or of the hub's current revision. None for a run from scratch. Raises UserError."""
+    path = Path(config.init_from)
+    if config.init_from in INIT_MODES:
+        return None
+    if (path / 'state.json').exists() or checkpoint_paths(path):
+        return checksum(open_weights(path, config.checkpoint).state)  # has checksums of its files
+    if not path.exists():
+        path = download_model(config.init_from)
+    files = (file for pattern in (*MODEL_FILES, 'ckpt.pt') for file in sorted(path.glob(pattern)))
+    return checksum_of([path] if path.is_file() else files)
+
+
+def checksum_of(paths):
+    return checksum([sha256_of(path) for path in paths])
 
 
 def has_ended(folder):
@@ -153,7 +174,7 @@ def has_ended(folder):
 def run_command(name, argv, tree):
     """Run a command of the code in `tree` in a new process. Raises UserError if it fails."""
     done = subprocess.run([sys.executable, f'{tree}/{name}.py', *argv], capture_output=True,
-                          text=True)
+                          encoding='utf-8', errors='replace')
     if done.returncode:
         raise UserError(error_line(done.stderr) or f'exit code {done.returncode}')
 
@@ -171,7 +192,7 @@ def error_line(stderr):
 
 def summarize(folder):
     """Results of the run in `folder`. step_ms is the median, which excludes compilation and
-    evaluations; final_loss is None if it was not finite; minutes is the setting, or 0."""
+    evaluations; final_loss is None if it was not finite."""
     rows = read_rows(Path(folder, 'metrics.jsonl'))
     run = read_run(folder)
     end = rows[-1]
@@ -179,18 +200,18 @@ def summarize(folder):
     step_s = end['tokens'] / end['iter'] / statistics.median(rates)
     losses = [row['val_loss'] for row in rows if 'val_loss' in row]
     return {'final_loss': losses[-1], 'step_ms': 1e3 * step_s, 'iterations': end['iter'],
-            'seconds': end['elapsed_s'], 'minutes': run['config'].get('minutes', 0),
-            'dtype': run['dtype'], 'dataset': run['config']['dataset']}
+            'seconds': end['elapsed_s'], 'dtype': run['dtype'], 'dataset': run['config']['dataset']}
 
 
 def train_all(variants, folder, trees=None):
     """Train {variant: {seed: arguments of train.py}} in subfolders of `folder` → [a dict per run].
     All variants of a seed are trained before the next seed, so that a drift in the machine's speed
-    affects them equally. A failed run has None for its results. Raises UserError if the first run
+    affects them equally. A failed run has None for its results. Raises RunFailed if the first run
     fails.
 
-    trees: {variant: the folder of its code} for the judge. Then any failure raises, and the order
-        of the variants alternates, so that neither always runs second."""
+    trees: {variant: the folder of its code} for the judge. Then any failure and any loss that is
+        not finite raises, and the order of the variants alternates, so that neither always runs
+        second."""
     order = []
     for i, seed in enumerate(next(iter(variants.values()))):
         names = reversed(variants) if trees and i % 2 else variants
@@ -204,9 +225,11 @@ def train_all(variants, folder, trees=None):
                'problem': ''}
         try:
             run |= train_once(argv, run['folder'], (trees or {}).get(name, ROOT))
+            if trees and run['final_loss'] is None:
+                raise UserError('the last validation loss is not finite')
         except UserError as problem:
             if not runs or trees:
-                raise UserError(f'{name}, seed {seed}: {problem}') from None
+                raise RunFailed(name, seed, problem) from None
             warn(f'{name}, seed {seed}: {problem}')
             run |= {**dict.fromkeys(runs[0].keys() - run.keys()), 'problem': str(problem)}
         tqdm.write(f'{name}, seed {seed}: {format_number(".4f", run["final_loss"])}',
@@ -224,13 +247,15 @@ def train_all(variants, folder, trees=None):
 def compare(runs):
     """Runs → a dict per variant. loss, loss_error: mean over seeds and its standard error; change,
     change_error: the same for the differences from the first variant, paired by seed; half_width:
-    of the 95% interval of the change; significant: whether that excludes zero; step_ms: the median.
-    None stands for unknown, and `problem` says why."""
+    of the 95% interval of this change alone; p_value: of a paired t-test; significant: whether that
+    is so after Holm's correction for all variants; step_ms, iterations: medians. None stands for
+    unknown, and `problem` says why."""
     groups = {}
     for run in runs:
         groups.setdefault(run['variant'], []).append(run)
     base_losses = [run['final_loss'] for run in next(iter(groups.values()))]
-    keys = ('loss', 'loss_error', 'change', 'change_error', 'half_width', 'significant', 'step_ms')
+    keys = ('loss', 'loss_error', 'change', 'change_error', 'half_width', 'p_value', 'significant',
+            'step_ms', 'iterations')
     rows = []
     for name, group in groups.items():
         row = {'variant': name, **dict.fromkeys(keys), 'problem': ''}
@@ -241,15 +266,29 @@ def compare(runs):
             row['problem'] = f'seed {failed["seed"]}: {problem}'
         else:
             row['loss'], row['loss_error'] = mean_and_error(losses)
-            row['step_ms'] = statistics.median(run['step_ms'] for run in group)
+            for key in ('step_ms', 'iterations'):
+                row[key] = statistics.median(run[key] for run in group)
         if rows and None not in losses + base_losses:
             differences = [a - b for a, b in zip(losses, base_losses, strict=True)]
             row['change'], row['change_error'] = mean_and_error(differences)
             if len(losses) > 1:
-                row['half_width'] = STUDENT_T[min(len(losses), 31) - 2] * row['change_error']
-                row['significant'] = abs(row['change']) > row['half_width']
+                row['half_width'] = t_quantile(len(losses) - 1) * row['change_error']
+                row['p_value'] = p_value(row['change'], row['change_error'], len(losses) - 1)
         rows.append(row)
+    correct_for_comparisons(rows)
     return rows
+
+
+def correct_for_comparisons(rows):
+    """Set `significant` of the rows with a p-value, so that among variants that all equal the first
+    one, any is significant in at most 5% of comparisons (Holm 1979): the smallest of n p-values
+    must be below 0.05 / n, the next one below 0.05 / (n - 1), and so on."""
+    tested = sorted((row for row in rows if row['p_value'] is not None),
+                    key=lambda row: row['p_value'])
+    significant = True
+    for i, row in enumerate(tested):
+        significant = significant and row['p_value'] < 0.05 / (len(tested) - i)
+        row['significant'] = significant
 
 
 def mean_and_error(values):
@@ -261,7 +300,10 @@ def mean_and_error(values):
 def format_comparison(rows):
     """→ a Markdown table with a line per variant, and what it means"""
     note = 'change: mean difference from the first line, paired by seed, ± its standard error\n' \
-           'significant (95%): the 95% interval of the change (Student\'s t) excludes zero'
+           'significant (95%): paired t-test, p < 0.05'
+    comparisons = sum(row['p_value'] is not None for row in rows)
+    if comparisons > 1:
+        note += f' after Holm\'s correction for {comparisons} comparisons'
     header = ['', 'final validation loss', 'change', 'significant (95%)', 'ms per step']
     significance = {None: '–', True: 'yes', False: 'no'}
     table = []
@@ -307,8 +349,12 @@ def save_csv(path, rows):
 
 
 def append_tsv(path, row):
-    """Append the values of a dict to a .tsv file with its keys as the header."""
-    append_text(path, tsv_line(row.values()), header=tsv_line(row))
+    """Append the values of a dict to a .tsv file, each in the column of its key. A file that an
+    earlier version began may lack columns; their values are left out."""
+    header = tsv_line(row)
+    with suppress(FileNotFoundError):
+        header = Path(path).read_text('utf-8-sig', 'replace').partition('\n')[0] or header
+    append_text(path, tsv_line(row.get(name, '') for name in header.split('\t')), header=header)
 
 
 def tsv_line(cells):
@@ -321,9 +367,13 @@ def tsv_line(cells):
 
 
 EXIT_STATUS = {'BETTER': 0, 'NOT SHOWN': 3, 'WORSE': 4}
-# Settings of a short run of each side before timed runs. It fills the compiler's caches; otherwise
-# the first run would spend its time on that.
-WARM_UP = ['--minutes=0', '--max_iters=2', '--warmup_iters=0']
+# Options of a short run of each side, before the others. A mistake or a broken change fails there,
+# and it fills the compiler's caches; otherwise a timed run would spend its time on that.
+WARM_UP = ['--max_iters=2', '--warmup_iters=0']
+# Settings of judged runs. None changes the loss after a step, but what they turn off takes time.
+JUDGED = {**NOT_RECORDED, 'log_to': '', 'wandb_log': False, 'eval_tasks': '',
+          'always_save_checkpoint': False, 'checkpoint_interval': 10**9, 'clock': 'training'}
+MAX_STEP_RATIO = 1.03  # if one side trained for more steps than the other, the verdict says so
 
 
 def copy_sides(commit, folder):
@@ -331,16 +381,16 @@ def copy_sides(commit, folder):
     edited meanwhile → ({side: its folder}, short hash of the commit). The working tree is all
     tracked files, and new .py files. Raises UserError."""
     base, change = folder / 'base', folder / 'change'
-    git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
+    git = partial(subprocess.run, cwd=ROOT, capture_output=True)
     done = git(['git', 'archive', f'--output={base}.zip', commit])
     if done.returncode:
-        raise UserError(f'against={commit}: {done.stderr.strip()}')
+        raise UserError(f'against={commit}: {os.fsdecode(done.stderr).strip()}')
     shutil.unpack_archive(f'{base}.zip', base)
     with zipfile.ZipFile(f'{base}.zip') as archive:
         short_hash = archive.comment.decode()[:8]  # git stores the commit there
     tracked = git(['git', 'ls-files', '-z']).stdout
     new = git(['git', 'ls-files', '-z', '--others', '--exclude-standard', '*.py']).stdout
-    for name in (tracked + new).split('\0'):
+    for name in os.fsdecode(tracked + new).split('\0'):
         if (ROOT / name).is_file():  # a deleted file is still tracked
             (change / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, change / name)
@@ -350,9 +400,9 @@ def copy_sides(commit, folder):
 def changed_files(trees):
     """The files that differ between both sides: 'model.py +3 -1' (lines), or 'nothing'."""
     base, change = trees.values()
-    numbers = subprocess.run(
+    numbers = os.fsdecode(subprocess.run(
         ['git', 'diff', '--no-index', '--numstat', '--no-renames', '-z', base.name, change.name],
-        cwd=base.parent, capture_output=True, text=True).stdout
+        cwd=base.parent, capture_output=True).stdout)
     changed = []
     for added, removed, *names in re.findall('(\\S+)\t(\\S+)\t\0(.+?)\0(.+?)\0', numbers):
         name = names[0] if names[1] == '/dev/null' else names[1]
@@ -364,41 +414,53 @@ def changed_files(trees):
 def in_tree(tree, arg):
     """Replace a config file in an argument by the one in `tree`: each side reads its own."""
     path = Path(arg if os.path.exists(arg) else ROOT / arg).resolve()
-    if arg.endswith('.py') and path.is_relative_to(ROOT):
-        return str(tree / path.relative_to(ROOT))
-    return arg
+    if not arg.endswith('.py') or not path.is_relative_to(ROOT):
+        return arg
+    in_tree = tree / path.relative_to(ROOT)
+    if not in_tree.is_file():
+        raise UserError(f'{arg}: the {tree.name} has no such file: commit it, or use a config file '
+                        'outside of this repository')
+    return str(in_tree)
 
 
-def judge_runs(runs, comparison):
-    """Runs of both sides, and compare(runs) → (verdict, how long the runs took). Raises UserError
-    if they cannot be compared."""
-    datasets = {run['dataset'] for run in runs}
+def judged_options(warm_ups, minutes):
+    """The options of judged runs of `minutes` (0: of iterations), from a short run of each side.
+    Neither side gets a setting that an older base does not know. Raises UserError if the sides
+    train on different datasets."""
+    datasets = {run['dataset'] for run in warm_ups}
     if len(datasets) > 1:
-        raise UserError(f'the sides trained on {" and ".join(sorted(datasets))}: losses on '
-                        'different datasets cannot be compared')
-    minutes = {run['minutes'] for run in runs}
-    if len(minutes) > 1:
-        raise UserError(f'the sides trained with minutes={" and ".join(map(str, sorted(minutes)))}:'
-                        ' set --minutes in the command')
-    _, change = comparison
-    if change['change'] is None:
-        raise UserError('the last validation loss of a run is not finite')
+        raise UserError(f'the sides train on {" and ".join(sorted(datasets))}: losses on '
+                        'different datasets cannot be compared; set --dataset in the command')
+    base, change = (read_run(run['folder'])['config'] for run in warm_ups)
+    known = base.keys() & change.keys()
+    if minutes and 'clock' not in known:
+        warn('the base is from before --clock: the minutes of both sides include setup, '
+             'evaluations and saves')
+    return [f'--{key}={value}' for key, value in JUDGED.items() if key in known]
+
+
+def judge_runs(comparison, minutes):
+    """From compare(runs of both sides) → (verdict, its explanation). minutes: of each run, or 0"""
+    base, change = comparison
     if not change['significant']:
         verdict = 'NOT SHOWN'
     elif change['change'] < 0:
         verdict = 'BETTER'
     else:
         verdict = 'WORSE'
-    if minutes == {0}:
-        ratio = median_of(runs, 'change', 'seconds') / median_of(runs, 'base', 'seconds')
-        return verdict, f'in {ratio:.2f} times the time'
-    return verdict, f'after the same time: {minutes.pop():g} min, a median of ' \
-                    f'{median_of(runs, "base", "iterations"):,.0f} steps of the base and ' \
-                    f'{median_of(runs, "change", "iterations"):,.0f} of the change'
-
-
-def median_of(runs, side, key):
-    return statistics.median(run[key] for run in runs if run['variant'] == side)
+    explanation = f'{base["iterations"]:,.0f} steps of the base and ' \
+                  f'{change["iterations"]:,.0f} of the change (medians)'
+    if minutes:
+        explanation += f' in {minutes:g} min each'
+        remedy = 'leave out --minutes'
+    else:
+        explanation += f', which took {change["step_ms"] / base["step_ms"]:.2f} times as long each'
+        remedy = 'set --max_iters, and --patience=0'
+    ratio = change['iterations'] / base['iterations']
+    if not 1 / MAX_STEP_RATIO < ratio < MAX_STEP_RATIO:
+        explanation += f'\nThe change trained for {ratio:.2f} times as many steps, which is ' \
+                       f'part of the difference: to compare equal steps, {remedy}.'
+    return verdict, explanation
 
 
 def append_result(path, judgment, comparison=None, verdict='FAILED', problem=''):
@@ -406,15 +468,13 @@ def append_result(path, judgment, comparison=None, verdict='FAILED', problem='')
     comparison: from compare, or None if a side failed to train"""
     start_time = judgment['date (UTC)']
     elapsed = datetime.datetime.now(datetime.UTC) - start_time
-    losses = dict.fromkeys(('base loss', 'change loss', 'difference',
-                            '95% interval: difference ±'))
-    if comparison:
-        base, change = comparison
-        losses = {'base loss': base['loss'], 'change loss': change['loss'],
-                  'difference': change['change'],
-                  '95% interval: difference ±': change['half_width']}
+    base, change = comparison or ({}, {})
+    losses = {'base loss': base.get('loss'), 'change loss': change.get('loss'),
+              'difference': change.get('change'),
+              '95% interval: difference ±': change.get('half_width')}
     append_tsv(path, {
         **judgment, 'date (UTC)': f'{start_time:%Y-%m-%dT%H:%M:%SZ}',
         **{f'{name} (nats per token)': '' if loss is None else f'{loss:.5f}'
            for name, loss in losses.items()},
+        'base steps': base.get('iterations', ''), 'change steps': change.get('iterations', ''),
         'verdict': verdict, 'minutes': f'{elapsed.total_seconds() / 60:.1f}', 'problem': problem})

@@ -15,6 +15,7 @@ from plaingpt.data.foreign_tokenizer import (
     PRINTABLE,
     TEMPLATE_FILE,
     ForeignTokenizer,
+    added_token,
 )
 from plaingpt.data.tokenizers import IdsTokenizer, WordTokenizer, is_chat
 from plaingpt.inference.generation import check_cache
@@ -24,6 +25,12 @@ from plaingpt.inference.hf_architectures import (
     READABLE,
     choose_architecture,
 )
+from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import one_line
+
+CHECKED_TOKENS = 30  # that transformers generates, to compare its logits
+CHECK_TOLERANCE = 1e-3  # relative error; rounding gives about 1e-5
+OTHER_VERSION = 'nothing was written; install another version, such as transformers==5.24.0'
 
 END_OF_TEXT, PADDING = '<|endoftext|>', '<|padding|>'
 
@@ -53,6 +60,46 @@ def write_hf(folder, model, tokenizer, dtype=torch.float32):
             content = json.dumps(content, indent=1) + '\n'
         (folder / name).write_text(content, encoding='utf-8', newline='')
     return model_type
+
+
+@torch.no_grad()
+def check_export(folder, model, dtype=torch.float32):
+    """Let transformers generate tokens from what write_hf() wrote, greedily and with its KV cache →
+    whether transformers 5 is installed. Raises UserError if its logits are not those of `model`,
+    whose weights are rounded to `dtype` for this."""
+    try:
+        import transformers
+        from transformers import AutoModelForCausalLM, GenerationConfig
+    except ImportError:
+        return False
+    if int(transformers.__version__.split('.')[0]) < 5:
+        return False
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    block_size, vocab_size = model.config.block_size, model.config.vocab_size
+    n = min(CHECKED_TOKENS, block_size)
+    prompt = torch.randint(vocab_size, (1, min(8, block_size - n + 1)),
+                           generator=torch.Generator().manual_seed(0))  # (1, T)
+    try:
+        theirs = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True,
+            trust_remote_code=(folder / 'remote_code.py').exists())  # which we just wrote
+        theirs.generation_config = GenerationConfig()  # no stop tokens, no penalties
+        generated = theirs.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=n, do_sample=False,
+            output_logits=True, return_dict_in_generate=True)
+    except Exception as e:  # transformers raises many kinds of errors
+        raise UserError(f'transformers {transformers.__version__} cannot use this export '
+                        f'({type(e).__name__}: {one_line(e)[:200]}); {OTHER_VERSION}') from None
+    for p in model.parameters():
+        p.copy_(p.to(dtype))
+    model.config.document_attention = False  # transformers gets one document
+    expected = model(generated.sequences[:, :-1])[0][0, -n:]  # (n, V)
+    errors = (torch.cat(generated.logits) - expected).norm(dim=-1)  # (n,)
+    if not (errors <= CHECK_TOLERANCE * expected.norm(dim=-1)).all():
+        raise UserError(f'transformers {transformers.__version__} computes other logits from this '
+                        f'export than this model; {OTHER_VERSION}')
+    return True
 
 
 def tokenizer_files(tokenizer, block_size):
@@ -129,11 +176,6 @@ def hf_tokenizer(tokenizer):
         'model': {'type': 'BPE', 'vocab': vocab | special, 'merges': merges,
                   'ignore_merges': kind in ('gpt2', 'bpe')},  # like tiktoken: whole tokens first
     }
-
-
-def added_token(i, text):
-    return {'id': i, 'content': text, 'single_word': False, 'lstrip': False, 'rstrip': False,
-            'normalized': False, 'special': True}
 
 
 def find_merges(tokens):

@@ -23,6 +23,7 @@ from plaingpt.inference.text_generator import Sampling, TextGenerator
 from plaingpt.system.distributed import all_gather, launched_world
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import ROOT
+from plaingpt.system.formatting import count_of
 
 CHUNK = 1024  # positions whose logits are in memory at once
 
@@ -200,4 +201,4 @@ def format_scores(scores):
         if stderr:
             text += f' ± {stderr:.2g}'
         texts.append(text)
-    return ', '.join(texts) + f' ({scores["questions"]:,} questions)'
+    return ', '.join(texts) + f' ({count_of(scores["questions"], "question")})'

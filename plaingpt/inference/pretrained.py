@@ -13,9 +13,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from model import GPT, VOCAB_WEIGHTS, GPTConfig
-from plaingpt.data.foreign_tokenizer import download, read_tokenizer
-from plaingpt.inference.hf_architectures import READABLE, SIZES, without_padding
-from plaingpt.system.distributed import local_rows
+from plaingpt.data.foreign_tokenizer import (
+    TOKENIZER_PATTERNS,
+    download,
+    find_tokenizer_files,
+    read_tokenizer,
+)
+from plaingpt.inference.hf_architectures import READABLE, without_padding
+from plaingpt.inference.torch_files import find_state_dict, load_torch, read_checkpoint
+from plaingpt.system.distributed import local_rows, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import is_hub_name, read_json
 from plaingpt.weights import PRETRAINED, check_finite, init_new_tokens
@@ -23,15 +29,19 @@ from plaingpt.weights import PRETRAINED, check_finite, init_new_tokens
 # Older versions of transformers saved attention masks and rotary frequencies as buffers.
 BUFFERS = re.compile(r'(transformer\.)?h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq')
 
+# A model in the Hugging Face layout: configuration, tokenizer and weights
+MODEL_FILES = ('*.json', '*.jinja', *TOKENIZER_PATTERNS, 'model*.safetensors')
+
 
 def open_pretrained(source):
     """'gpt2…' or OWNER/NAME on the hub, a folder in the Hugging Face layout (of an architecture in
-    READABLE), or nanoGPT's ckpt.pt or its folder → Pretrained. Raises UserError."""
+    READABLE), a .pt file of nanoGPT or build-nanogpt, or the folder of a ckpt.pt → Pretrained.
+    Raises UserError."""
     path = Path(source)
     if (path / 'ckpt.pt').exists() and not (path / 'config.json').exists():
         path = path / 'ckpt.pt'
     if path.suffix in ('.pt', '.pth'):
-        config, weights = read_nanogpt(path)
+        config, weights = read_checkpoint(path)
         return Pretrained(source, path, without_padding, config, weights)
     if source in PRETRAINED and not path.is_dir():
         return Pretrained(source, path, READABLE['gpt2'].write_weights, PRETRAINED[source])
@@ -60,19 +70,26 @@ class Pretrained:
     # {our name: tensor}, GPTConfig → {name in the file: tensor}, which share memory
     write_weights: Callable
     config: GPTConfig
-    nanogpt_weights: dict | None = None  # {name: tensor} of a ckpt.pt
+    checkpoint_weights: dict | None = None  # {name: tensor} of a ckpt.pt
     state: ClassVar = {}  # no training state, unlike a checkpoint's
 
     @cached_property
     def folder(self):
         """The folder with all files, downloaded if needed."""
-        return self.path if self.path.is_dir() else download_model(self.source)
+        if self.path.is_dir():
+            return self.path
+        folder = download_model(self.source)
+        if not any(folder.glob('model*.safetensors')):
+            download_model(self.source, ['pytorch_model*.bin'])
+        return folder
 
     @cached_property
     def weights(self):
         """{name in the file: tensor}, memory-mapped. Raises UserError that names a tensor that is
         missing, unexpected or has the wrong shape."""
-        tensors = self.nanogpt_weights or read_weights(self.folder)
+        tensors = self.checkpoint_weights
+        if tensors is None:
+            tensors = read_weights(self.folder)
         with torch.device('meta'):
             parameters = dict(GPT(self.config).named_parameters())
             expected = self.write_weights(parameters, self.config)
@@ -112,16 +129,24 @@ class Pretrained:
                 init_new_tokens(p, mean, pretrained_vocab_size, config.vocab_size)
         check_finite(model, self.source)
 
+    @property
+    def tokenizer_files(self):
+        """Names of the files of the tokenizer, also of a kind that is not supported."""
+        return find_tokenizer_files(self.folder) if self.checkpoint_weights is None else []
+
     def tokenizer_json(self):
         """The description of the weights' tokenizer, or None if it is not known. Raises UserError.
         """
-        vocab_size = self.config.vocab_size
-        gpt2 = {'kind': 'gpt2'} if vocab_size == 50257 else None
-        if self.nanogpt_weights:
-            return gpt2
-        if gpt2 and self.source in PRETRAINED and not self.path.is_dir():
+        gpt2, vocab_size = {'kind': 'gpt2'}, self.config.vocab_size
+        if vocab_size == 50257 and self.source in PRETRAINED and not self.path.is_dir():
             return gpt2  # from tiktoken, the same as the tokenizer.json of OpenAI's models
-        return read_tokenizer(self.folder, vocab_size) or gpt2
+        if self.tokenizer_files:
+            return read_tokenizer(self.folder, vocab_size)
+        if vocab_size != 50257:
+            return None
+        print0(f"{self.source} has no tokenizer: using GPT-2's, which has as many tokens as the "
+               'model; choose another with --tokenizer')
+        return gpt2
 
 
 def shape_of(tensors, name):
@@ -129,13 +154,24 @@ def shape_of(tensors, name):
 
 
 def read_weights(folder):
-    """{name: tensor} from model.safetensors or its shards, memory-mapped. Raises UserError."""
-    paths = sorted(folder.glob('model*.safetensors')) or [folder / 'model.safetensors']
+    """{name: tensor} from model.safetensors, pytorch_model.bin or the shards of either, which are
+    memory-mapped. Raises UserError."""
     weights = {}
     with explain_bad_folder(folder):
-        for path in paths:
-            weights |= load_file(path)
+        for path in weight_files(folder):
+            weights |= load_file(path) if path.suffix == '.safetensors' \
+                else find_state_dict(load_torch(path), path)
     return weights
+
+
+def weight_files(folder):
+    for name in ('model.safetensors', 'pytorch_model.bin'):
+        if (folder / name).exists():
+            return [folder / name]
+        index = folder / f'{name}.index.json'
+        if index.exists():
+            return sorted({folder / shard for shard in read_json(index)['weight_map'].values()})
+    raise ValueError('it has neither model.safetensors nor pytorch_model.bin')
 
 
 @contextmanager
@@ -146,12 +182,12 @@ def explain_bad_folder(folder):
             SafetensorError) as e:
         reason = str(e).splitlines()[0]
         if isinstance(e, KeyError):
-            reason = f'config.json has no {e}'
+            reason = f'the key {e} is missing'
         raise UserError(f'{folder}: cannot be read as a model in the Hugging Face layout '
                         f'({reason[:300]})') from None
 
 
-def download_model(name, patterns=('*.json', '*.jinja', 'model*.safetensors')):
+def download_model(name, patterns=MODEL_FILES):
     """Download 'gpt2…' or OWNER/NAME from the Hugging Face Hub, or find it in the cache → folder.
     Raises UserError."""
     if name in PRETRAINED:
@@ -160,28 +196,3 @@ def download_model(name, patterns=('*.json', '*.jinja', 'model*.safetensors')):
         raise UserError(f'{name!r} is not a folder, a .pt file, one of {", ".join(PRETRAINED)}, or '
                         'OWNER/NAME on the Hugging Face Hub')
     return download(name, patterns)
-
-
-def read_nanogpt(path):
-    """nanoGPT's ckpt.pt → (GPTConfig, {name: tensor}). Runs no code from the file. Raises
-    UserError."""
-    try:
-        # mmap: the optimizer state beside the weights is never read
-        checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-        args = checkpoint['model_args']
-        config = GPTConfig(**{key: args[key] for key in SIZES}, bias=args.get('bias', True),
-                           mlp='gelu_erf')
-        if config.vocab_size == 50304:  # GPT-2's 50,257 tokens and padding
-            config.vocab_size = 50257
-        weights = {re.sub(r'^(_orig_mod\.|module\.)*', '', name): w
-                   for name, w in checkpoint['model'].items()}
-        weights = without_padding(weights, config)
-    except Exception as e:  # torch.load raises many kinds of errors
-        refused = re.search(r'GLOBAL (\S+)', str(e))
-        if refused:
-            raise UserError(f'{path}: refused to load: it contains {refused[1]}, which could '
-                            'execute code') from None
-        reason = (str(e).splitlines() or [''])[0][:120]
-        raise UserError(f'{path}: is damaged or not a nanoGPT checkpoint ({type(e).__name__}: '
-                        f'{reason})') from None
-    return config, weights

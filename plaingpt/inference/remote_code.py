@@ -8,6 +8,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .model import GPT, GPTConfig
 
+# transformers 5.24 renamed past_key_values to cache.
+CACHE = 'cache' if 'cache' in CausalLMOutputWithPast.__dataclass_fields__ else 'past_key_values'
+
 
 class PlainGPTConfig(PreTrainedConfig):
     model_type = 'plaingpt'
@@ -35,12 +38,20 @@ class PlainGPT(PreTrainedModel, GenerationMixin):
             buffer.data.copy_(self.buffers_copy[name])
 
     def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=True,
-                logits_to_keep=0, **ignored):
-        cache = DynamicCache() if past_key_values is None else past_key_values
+                logits_to_keep=0, cache=None, **ignored):
+        if cache is None:
+            cache, past_key_values = past_key_values, None
+        if cache is None:
+            cache = DynamicCache()
+        # Without the cache, the text would be wrong: the new tokens would be read without context.
+        for name, value in {'past_key_values': past_key_values, **ignored}.items():
+            if value is not None and not isinstance(value, (int, float, str, torch.Tensor)):
+                raise TypeError(f'{name}: {type(value).__name__} is not supported; generate with '
+                                'use_cache=False')
         adapter = CacheAdapter(cache, input_ids, attention_mask, self.gpt.config.n_layer)
         x = self.gpt.hidden(input_ids, adapter)  # (B, T, C)
         logits = self.gpt.logits(x[:, -logits_to_keep:])  # 0 keeps all
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache if use_cache else None)
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: cache if use_cache else None})
 
 
 class CacheAdapter:
@@ -48,10 +59,15 @@ class CacheAdapter:
     tokens idx (B, T). attention_mask: (B, tokens so far), 0 for padding, or None"""
 
     def __init__(self, cache, idx, attention_mask, n_layer):
+        if not isinstance(cache, DynamicCache):
+            raise TypeError(f'expected a DynamicCache, got a {type(cache).__name__}')
         begin = cache.get_seq_length()
         end = begin + idx.size(1)
         if attention_mask is None:
             attention_mask = torch.ones(len(idx), end, device=idx.device)
+        if attention_mask.shape != (len(idx), end):
+            raise ValueError(f'attention_mask has the shape {tuple(attention_mask.shape)}, but '
+                             f'there are {end} tokens, of which the cache has {begin}')
         not_padding = attention_mask.bool()  # (B, end)
         keys = torch.arange(end, device=idx.device)  # (end,)
         self.columns = keys[begin:]  # (T,)

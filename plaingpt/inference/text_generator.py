@@ -71,12 +71,13 @@ def is_blank_answer(message):
 
 class StreamDecoder:
     """Decodes the tokens of one row as they are generated, and calls `on_text` with each new piece
-    of text: complete characters only, up to the first stop string."""
+    of text: complete characters only, after `space` and up to the first stop string."""
 
-    def __init__(self, tokenizer, stop_strings=(), on_text=None):
+    def __init__(self, tokenizer, stop_strings=(), on_text=None, space=''):
         self.tokenizer = tokenizer
         self.stop_strings = stop_strings
         self.on_text = on_text
+        self.space = space
         self.utf8 = codecs.getincrementaldecoder('utf-8')('replace')
         self.text = ''
         self.n_emitted = 0  # characters passed to on_text
@@ -85,6 +86,10 @@ class StreamDecoder:
         """Decode a token → whether the text is complete, because a stop string follows it."""
         previous_length = len(self.text)
         self.text += self.utf8.decode(self.tokenizer.decode_bytes([token]))
+        if self.space:
+            if self.space.startswith(self.text) and self.text != self.space:
+                return False  # the rest of the space may follow
+            self.text, self.space, previous_length = self.text.removeprefix(self.space), '', 0
         positions = [self.text.find(stop, max(0, previous_length - len(stop)))
                      for stop in self.stop_strings]
         positions = [position for position in positions if position >= 0]
@@ -196,7 +201,11 @@ class TextGenerator:
         on_text: called with each new piece of text, if there is one prompt
         """
         stop_strings = list_stop_strings(stop)
-        decoders = [StreamDecoder(self.tokenizer, stop_strings, on_text) for _ in prompts]
+        spaces = [''] * len(prompts)
+        if is_chat(self.tokenizer):
+            spaces = map(self.tokenizer.space_after, prompts)
+        decoders = [StreamDecoder(self.tokenizer, stop_strings, on_text, space)
+                    for space in spaces]
         generators = [torch.Generator().manual_seed((sampling.seed * 1_000_003 + i) % 2**63)
                       for i in indices]
         end_tokens = self.tokenizer.stop_ids

@@ -9,6 +9,7 @@ from itertools import pairwise
 from statistics import median
 
 from plaingpt.monitoring.run_record import column, rows_with
+from plaingpt.system.formatting import count_of
 
 # Thresholds. None was tuned to a single run. Every healthy run in test_diagnosis.py and
 # docs/references/ stays a factor of 2 or more away from each.
@@ -71,6 +72,17 @@ def unmoved(rows, run):
                     'step')
 
 
+def optimizer_misused(rows, run):
+    for row in rows_with(rows, 'missed_steps'):
+        problem = 'are missing' if row['missed_steps'] > 0 else 'are too many'
+        return (f'after iteration {row["iter"]}, {abs(row["missed_steps"])} steps of the optimizer '
+                f'{problem}', 'check that each iteration calls optimizer.step() once, and that the '
+                'optimizer is not built again')
+    for row in rows_with(rows, 'lost_states'):
+        return (f'by iteration {row["iter"]}, the state of the optimizer, such as its momentum, '
+                f'was lost {row["lost_states"]} times', 'look for what clears optimizer.state')
+
+
 def diverging(rows, run):
     remedy = f'lower learning_rate or raise warmup_iters (now {run["config"]["warmup_iters"]})'
     evaluations = rows_with(rows, 'train_loss')
@@ -84,9 +96,10 @@ def diverging(rows, run):
         return f'the loss rose from {first["train_loss"]:.2f} to {highest:.2f}', remedy
     lowest = min(evaluations, key=lambda row: row['train_loss'])
     if last['train_loss'] >= lowest['train_loss'] + RISE:
+        if lowest['iter']:  # no checkpoint has the initial weights
+            remedy = f'resume from --checkpoint=best and {remedy}'
         return (f'the training loss rose from {lowest["train_loss"]:.2f} at iteration '
-                f'{lowest["iter"]} to {last["train_loss"]:.2f} at iteration {last["iter"]}',
-                f'resume from --checkpoint=best and {remedy}')
+                f'{lowest["iter"]} to {last["train_loss"]:.2f} at iteration {last["iter"]}', remedy)
 
 
 def overfit(rows, run):
@@ -97,12 +110,14 @@ def overfit(rows, run):
     after_best = [row for row in evaluations if row['iter'] > best['iter']]
     if len(after_best) >= AFTER_BEST and last['train_loss'] <= best['train_loss'] \
             and last['val_loss'] >= best['val_loss'] + OVERFIT:
+        remedy = 'stop early with --patience, or use more text, a larger weight_decay, more ' \
+                 'dropout or a smaller model'
+        if best['iter']:
+            remedy += '; --checkpoint=best has the best weights'
+        epochs = f'{last["tokens"] / run["train_tokens"]:.3g}'
         return (f'overfitting: the validation loss has risen since iteration {best["iter"]} (best '
                 f'{best["val_loss"]:.4f}, now {last["val_loss"]:.4f}) while the training loss fell '
-                f'to {last["train_loss"]:.4f}, after '
-                f'{last["tokens"] / run["train_tokens"]:.3g} epochs',
-                'stop early with --patience, or use more text, a larger weight_decay, more dropout '
-                'or a smaller model; --checkpoint=best has the best weights')
+                f'to {last["train_loss"]:.4f}, after {count_of(epochs, "epoch")}', remedy)
 
 
 def implausible(rows, run):
@@ -159,4 +174,5 @@ def without_gradient(norms):
     return {name for name, norm in norms.items() if norm <= (limit if name in blocks else 0)}
 
 
-CHECKS = (unmoved, diverging, overfit, implausible, rate_high, rate_low, no_gradient)
+CHECKS = (unmoved, optimizer_misused, diverging, overfit, implausible, rate_high, rate_low,
+          no_gradient)

@@ -73,7 +73,9 @@ class Metrics:
         with phase(activity):
             yield
         self.bar.set_description('training')
-        self.lap_start += time.perf_counter() - paused_at
+        pause_s = time.perf_counter() - paused_at
+        self.lap_start += pause_s
+        self.run.clock.exclude(pause_s)
 
     def step(self, iter_num, loss, lr, grad_norm):
         """Log update number `iter_num`. loss and grad_norm may be tensors. Reading them waits for
@@ -95,6 +97,7 @@ class Metrics:
         self._print_columns(iter_num, *columns)
         self.write(iter_num, loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_s=tokens_per_s,
                    mfu=utilization, peak_memory_bytes=peak_memory_bytes(self.device))
+        self.run.clock.exclude(time.perf_counter() - now)
 
     def evaluation(self, iter_num, train_loss, val_loss, val_stderr, best, sample=None):
         """Log an evaluation after `iter_num` updates, and print new diagnoses.

@@ -6,19 +6,13 @@ columns are iter, mean, std and seeds, the number of runs behind mean and std.
 
 import csv
 import json
+from functools import cache
+from math import atan2, cos, pi, sqrt
 
 from plaingpt.monitoring.run_record import rows_with
 from plaingpt.system.files import ROOT
 
 FOLDER = ROOT / 'docs/references'
-
-# Student's t, 97.5%, with 1, 2, … degrees of freedom. mean ± t(n - 1) · s · √(1 + 1/n) over n seeds
-# contains the loss of a new seed in 95 of 100 cases: the prediction interval of a normal
-# distribution (Hahn and Meeker 1991, Statistical Intervals). The range of three seeds would exclude
-# half of all new seeds.
-STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179,
-             2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064,
-             2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
 
 
 def recipe_of(run, without_effect):
@@ -46,9 +40,33 @@ def find_reference(run, without_effect):
     return None
 
 
+def p_value(mean, error, df):
+    """The two-sided p-value of Student's t = mean / error with `df` degrees of freedom. With
+    t = √df · tan(angle), the density of the angle is proportional to cos(angle)^(df - 1)."""
+    def area_beyond(angle):  # by the midpoint rule
+        width = (pi / 2 - angle) / 200
+        return width * sum(cos(angle + (i + 0.5) * width)**(df - 1) for i in range(200))
+
+    return area_beyond(atan2(abs(mean), error * sqrt(df))) / area_beyond(0.0)
+
+
+@cache
+def t_quantile(df):
+    """The t whose p-value is 0.05: a 95% interval extends t standard errors to either side."""
+    low, high = 0.0, 100.0
+    while high - low > 1e-6:
+        t = (low + high) / 2
+        if p_value(t, 1.0, df) > 0.05:
+            low = t
+        else:
+            high = t
+    return high
+
+
 def read_band(run):
-    """[(iteration, low, high)] of the run's reference: the 95% prediction interval for
-    a new seed. [] if it has none."""
+    """[(iteration, low, high)] of the run's reference: the 95% prediction interval for a new seed,
+    mean ± t(n - 1) · s · √(1 + 1/n) over n seeds (Hahn and Meeker 1991, Statistical Intervals).
+    The range of three seeds would exclude half of all new seeds. [] if it has none."""
     path = FOLDER / f'{run.get("reference")}.csv'
     if not path.exists():
         return []
@@ -56,7 +74,7 @@ def read_band(run):
     band = []
     for row in csv.DictReader(lines):
         n, mean = int(row['seeds']), float(row['mean'])
-        half_width = STUDENT_T[n - 2] * (1 + 1 / n)**0.5 * float(row['std'])
+        half_width = t_quantile(n - 1) * sqrt(1 + 1 / n) * float(row['std'])
         band.append((int(row['iter']), mean - half_width, mean + half_width))
     return band
 

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from plaingpt.system.errors import UserError
-from plaingpt.system.formatting import one_line
+from plaingpt.system.formatting import count_of, one_line
 from plaingpt.system.machine import free_memory
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
@@ -44,8 +44,9 @@ def choose_device(requested, local_rank=0):
     if device.type == 'cuda':
         device = torch.device('cuda', local_rank if device.index is None else device.index)
         if device.index >= torch.cuda.device_count():
-            raise UserError(f'device=cuda:{device.index}: this machine has '
-                            f'{torch.cuda.device_count()} GPUs: start at most that many processes')
+            gpus = count_of(torch.cuda.device_count(), 'GPU')
+            raise UserError(f'device=cuda:{device.index}: this machine has {gpus}: start at most '
+                            'that many processes')
         torch.cuda.set_device(device)
         reason = device_name(device)
     return device, reason
@@ -221,7 +222,7 @@ def set_rng_state(states, rank, device):
 def cpu_name():
     """'AMD EPYC 7B13', if the system reports it."""
     with suppress(OSError):
-        for line in Path('/proc/cpuinfo').read_text().splitlines():
+        for line in Path('/proc/cpuinfo').read_text(errors='replace').splitlines():
             if line.startswith('model name'):
                 return line.partition(':')[2].strip()
     return platform.processor() or platform.machine()  # elsewhere only the architecture

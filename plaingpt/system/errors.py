@@ -73,9 +73,7 @@ def run_script(main):
     try:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, interrupt)
-        for stream in (sys.stdout, sys.stderr):
-            if hasattr(stream, 'reconfigure'):  # not in a notebook
-                stream.reconfigure(errors='replace', line_buffering=True)
+        use_utf8()
         limit_threads()
         with cores_shared():
             main(sys.argv[1:])
@@ -97,6 +95,18 @@ def run_script(main):
         for line in '; '.join([message, *getattr(e, '__notes__', [])]).split('\n'):
             print_line(f'error: {line}', sys.stderr)
         sys.exit(2)
+
+
+def use_utf8():
+    """Read and write UTF-8, whatever the code page, except at a terminal, which shows a letter that
+    it lacks as '?'."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if not hasattr(stream, 'reconfigure'):  # in a notebook
+            continue
+        if not stream.isatty():
+            stream.reconfigure(encoding='utf-8')
+        if stream is not sys.stdin:
+            stream.reconfigure(errors='replace', line_buffering=True)
 
 
 def exit_interrupted():

@@ -44,9 +44,10 @@ def shown(path):
 
 
 def count_of(number, noun):
-    """(1, 'byte') → '1 byte', (2000, 'byte') → '2,000 bytes'."""
-    plural = '' if number == 1 else 's'
-    return f'{number:,} {noun}{plural}'
+    """(1, 'byte') → '1 byte', (2000, 'byte') → '2,000 bytes'; a formatted number: ('0.5', 'epoch')
+    → '0.5 epochs'."""
+    number = number if isinstance(number, str) else f'{number:,}'
+    return f'{number} {noun}' if number == '1' else f'{number} {noun}s'
 
 
 def join_surrogates(text):

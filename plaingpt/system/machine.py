@@ -28,7 +28,8 @@ def free_memory(root='/'):
 def cgroups(root):
     """The folders of this process's cgroups (version 2), innermost first."""
     try:
-        path = re.search('^0::/(.*)', Path(root, 'proc/self/cgroup').read_text(), re.M)
+        path = re.search('^0::/(.*)', os.fsdecode(Path(root, 'proc/self/cgroup').read_bytes()),
+                         re.M)
     except OSError:  # not Linux
         return []
     if not path:
@@ -60,7 +61,10 @@ def limit_threads(root='/'):
 def torch_threads():
     """The number of torch's intra-op threads; 0 if torch is not imported."""
     torch = sys.modules.get('torch')
-    return torch.get_num_threads() if hasattr(torch, 'get_num_threads') else 0
+    # Another thread may be importing it: its functions exist before they can be called.
+    if torch is None or getattr(torch.__spec__, '_initializing', False):
+        return 0
+    return torch.get_num_threads()
 
 
 @contextmanager

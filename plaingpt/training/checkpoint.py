@@ -42,7 +42,14 @@ from plaingpt.system.distributed import (
 from plaingpt.system.errors import UserError, warn
 from plaingpt.system.files import read_json, refuse_unknown, sha256_of, sync, write_json
 from plaingpt.system.formatting import quoted
-from plaingpt.weights import check_finite, copy_rows, init_new_tokens
+from plaingpt.weights import (
+    check_finite,
+    copy_rows,
+    empty_state,
+    init_new_tokens,
+    model_code,
+    warn_if_edited,
+)
 
 FORMAT_VERSION = 1
 STATE_KEYS = {  # keys of state.json, besides its checksum
@@ -50,9 +57,9 @@ STATE_KEYS = {  # keys of state.json, besides its checksum
     'sequences',  # read so far by all processes, which is where the data order continues
     'evaluated', 'val_loss', 'val_loss_stderr', 'best_val_loss', 'evals_since_best',
     'eval_sequences', 'elapsed_s',
-    'left_s',  # time left of a timed run
+    'left_s', 'evaluations',  # of a timed run: time left, and when it was evaluated
     'wandb_id', 'config', 'model',  # TrainConfig and GPTConfig
-    'tokenizer',
+    'tokenizer', 'model_code',  # fingerprint of model.py
     'data',  # fingerprint of the tokens
     'dtype', 'scaler', 'averaged_steps',  # steps in the EMA of the weights
     'rng', 'chunks'}
@@ -117,6 +124,7 @@ class Checkpoint:
         """Copy the weights into a GPT of the same architecture. It may have fewer positions or more
         tokens: each new token is initialized to the mean of the old ones. If it is sharded, each
         process reads its own rows. Raises UserError if weights are damaged or do not fit."""
+        warn_if_edited(self.path, self.state.get('model_code'))
         shapes, params = self._shapes('model'), dict(model.named_parameters())
         old_size, new_size = self.state['model']['vocab_size'], model.config.vocab_size
         grown = set()  # names of tensors that get rows for new tokens
@@ -190,16 +198,6 @@ class Checkpoint:
                     shape[0] = max(shape[0], shapes[name][0])
             shapes[name] = torch.Size(shape)
         return shapes
-
-
-def empty_state(p, shape, rows):
-    """An empty tensor for an optimizer state of the parameter p. It is sharded like p if both have
-    the same number of rows."""
-    dtype = (rows[0:0] if shape else rows[...]).dtype
-    if not (is_sharded(p) and shape and shape[0] == len(p)):
-        return torch.empty(shape, dtype=dtype, device=p.device)
-    from torch.distributed.tensor import empty
-    return empty(shape, dtype=dtype, device_mesh=p.device_mesh, placements=p.placements)
 
 
 # -----------------------------------------------------------------------------
@@ -294,6 +292,7 @@ class Saver:
         self.writer = ThreadPoolExecutor(1, thread_name_prefix='saver') if background else None
         self.pending = None  # the background save
         self.failed = False  # whether the last save failed
+        model_code()  # remembers it now, because model.py may be edited while the run trains
 
     def save(self, model, optimizer, state, rng):
         """Save a checkpoint, then remove all but the `keep` newest and the best.
@@ -311,7 +310,8 @@ class Saver:
 
         if problem := self._run_on_all(check_weights):
             raise UserError(problem)
-        state = {'format_version': FORMAT_VERSION, **state, 'model': asdict(model.config)}
+        state = {'format_version': FORMAT_VERSION, **state, 'model': asdict(model.config),
+                 'model_code': model_code()}
         assert state.keys() <= STATE_KEYS, f'add to STATE_KEYS: {state.keys() - STATE_KEYS}'
         tensors = {'model': dict(model.named_parameters()),
                    'optimizer': optimizer_tensors(optimizer, model)}

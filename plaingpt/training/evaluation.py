@@ -17,20 +17,16 @@ from plaingpt.system.errors import UserError
 
 
 @torch.no_grad()
-def mean_loss(model, loader, sequences, context, stop=None, label=None, use_train_graph=False):
-    """Return the mean loss over a split, in nats per token, and its standard error.
+def mean_loss(model, loader, sequences, context, stop=None, label=None):
+    """Return the mean loss over a split in eval mode, in nats per token, and its standard error.
 
     model: returns (logits or None, the loss of the batch or of each of its sequences). The standard
     error is computed from these losses, and is None if there is only one.
     sequences: how many to read, evenly spaced over the split; each process reads its share
     stop: a StopRequest, checked between batches. Raises Stopped.
     label: of a progress bar
-    use_train_graph: call a compiled model as training does, to reuse its graph: a separate graph
-    for evaluation would take as long to compile again
     """
-    # A compiled graph is chosen by train mode and by whether gradients are on. Without dropout, the
-    # loss is the same. Nothing here calls backward().
-    model.train(use_train_graph)
+    model.eval()
     stats = []  # (weight, loss) of each batch or sequence; weight: targets, in sequences
     for starts in tqdm(loader.eval_batches(sequences), label, leave=False,
                        disable=None if label and launched_world().is_main else True):
@@ -38,8 +34,8 @@ def mean_loss(model, loader, sequences, context, stop=None, label=None, use_trai
             stop.raise_if_stopped()
         # may be empty, but all processes must run a sharded model
         idx, targets = loader.eval_batch(starts)
-        with context, torch.set_grad_enabled(use_train_graph):
-            loss = model(idx, targets)[1].detach()
+        with context:
+            loss = model(idx, targets)[1]
         weight = (targets != -1).sum(1) / targets.size(1)  # (B,)
         if not loss.dim():  # one loss for the batch; evaluate.py's models return one per sequence
             weight = weight.sum()

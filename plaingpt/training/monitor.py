@@ -27,13 +27,13 @@ from plaingpt.system.distributed import (
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import make_writable, write_json
 from plaingpt.system.formatting import command_for, quoted
-from plaingpt.training.checkpoint import archive_previous_run
+from plaingpt.training.checkpoint import archive_previous_run, find
 from plaingpt.training.evaluation import full_model, val_bytes_per_token
 from plaingpt.training.optimizers import ema_weights
 from plaingpt.training.progress import FINISHED, TIME_UP
 from plaingpt.training.settings import NOT_COMPARED
 from plaingpt.training.start import sketch_texts
-from plaingpt.training.step import SkippedSteps
+from plaingpt.training.step import SkippedSteps, StepCounter
 
 HEALTH_INTERVAL = 100  # iterations between health checks
 MIN_HEALTH_CHECKS = 5  # even in a short run, because a curve needs a few points
@@ -71,6 +71,7 @@ class Monitor:
                                val_bytes_per_token(run) if run.world.is_main else None,
                                saved_state.get('elapsed_s', 0.0))
         self.skipped = SkippedSteps(run.step, self.out_dir / 'anomalies.jsonl', run.train_data)
+        self.counter = StepCounter(run.step, run.progress.iter_num)
         sharded = is_sharded(run.model.lm_head.weight)
         checks_health = config.report if sharded else self.writing
         interval = min(HEALTH_INTERVAL, max(1, config.max_iters // MIN_HEALTH_CHECKS))
@@ -118,6 +119,8 @@ class Monitor:
         metrics.bar.update()
         if iter_num % self.run.config.log_interval == 0:
             metrics.step(iter_num, all_reduce_mean(loss.clone()), lr, grad_norm)
+            if errors := self.counter.errors(iter_num):
+                metrics.write(iter_num, **errors)  # for a diagnosis
             self.skipped.report(iter_num, metrics.print)  # the host has just waited for the device
         if self.health.due(iter_num):
             with metrics.paused('health check'), self.full_model() as model:
@@ -222,7 +225,7 @@ class Monitor:
             print0(f'{config.out_dir}: could not save the last checkpoint (see the warning above); '
                    'to resume from the previous one, repeat the command with --init_from=auto')
             sys.exit(1)
-        if not config.eval_only:
+        if run.world.is_main and not config.eval_only:
             for line in self.closing_lines(ending):
                 print0(line)
 
@@ -242,10 +245,13 @@ class Monitor:
         lines = []
         if ending not in (FINISHED, TIME_UP):
             lines.append(f'stopped after iteration {iter_num}: {ending}')
-        if iter_num:
-            lines.append(f'done: saved checkpoints in {self.run.config.out_dir}/checkpoints; '
-                         f'to sample: {command_for("sample")} {out_dir_option}')
-        if progress.evals_since_best:
-            lines.append('sample.py uses the best checkpoint (validation loss '
-                         f'{progress.best_val_loss:.4f}); --checkpoint=latest uses the last one')
+        if not iter_num:
+            return lines
+        lines.append(f'done: saved checkpoints in {self.run.config.out_dir}/checkpoints; '
+                     f'to sample: {command_for("sample")} {out_dir_option}')
+        best = find(self.out_dir, 'best')
+        if best.iter_num != iter_num:
+            lines.append(f'sample.py uses the best checkpoint (iteration {best.iter_num}, '
+                         f'validation loss {best.val_loss:.4f}); --checkpoint=latest uses the last '
+                         'one')
         return lines

@@ -11,6 +11,7 @@ from plaingpt.data import tokenizers
 from plaingpt.system.devices import choose_compile, choose_device, choose_dtype, prepare_device
 from plaingpt.system.distributed import print0
 from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import count_of
 from plaingpt.training import checkpoint as checkpoints
 
 # Models with fewer channels generate on one thread: a second thread gains at most 6%, and on a busy
@@ -50,8 +51,8 @@ def gpt_config_from_weights(config, weights, dataset=None):
     gpt_config = replace(weights.config, dropout=config.dropout)
     if config.block_size > gpt_config.block_size:
         raise UserError(f'block_size={config.block_size}: {config.init_from} supports at most '
-                        f'{gpt_config.block_size} tokens; use --block_size={gpt_config.block_size} '
-                        'or less')
+                        f'{count_of(gpt_config.block_size, "token")}; use '
+                        f'--block_size={gpt_config.block_size} or less')
     base = dataset and dataset.tokenizer_json().get('base')  # the tokenizer inside a chat tokenizer
     if base and tokenizers.vocab_size_of(base) == gpt_config.vocab_size:
         gpt_config = replace(gpt_config, vocab_size=dataset.vocab_size)
@@ -68,7 +69,10 @@ def check_tokenizer(config, weights, dataset):
     matching = [tokenizers.vocabulary_of(data_tokenizer)]
     if base := data_tokenizer.get('base'):  # the tokenizer inside a chat tokenizer
         matching.append(tokenizers.vocabulary_of(base))
-    if model_tokenizer is not None and tokenizers.vocabulary_of(model_tokenizer) not in matching:
+    if model_tokenizer is None:
+        print0(f'{weights.source}: its tokenizer is not known, so it was not compared with that of '
+               f'{dataset.folder}')
+    elif tokenizers.vocabulary_of(model_tokenizer) not in matching:
         raise UserError(f'{weights.source} was trained with a different tokenizer than that of '
                         f'{dataset.folder}: prepare the data with --tokenizer={config.init_from}')
     print0(f'{weights.source}: starting from these weights with a fresh optimizer, step count and '
@@ -108,9 +112,11 @@ def load(choice):
         from plaingpt.data.chat_tokenizer import as_chat
         description = as_chat(description, source)
     if description is None:
-        raise UserError(f'{source} has no tokenizer: pass the one that it was trained with '
-                        f'({model.config.vocab_size} tokens) as --tokenizer=data/NAME, a run, '
-                        'a model, gpt2 or byte')
+        from plaingpt.data.foreign_tokenizer import SUPPORTED
+        found = ', '.join(weights.tokenizer_files) or 'none'
+        raise UserError(f'{source} has no supported tokenizer ({SUPPORTED}; found {found}): pass '
+                        f'the one that it was trained with ({model.config.vocab_size} tokens) as '
+                        '--tokenizer=data/NAME, a run, a model, gpt2 or byte')
     tokenizer = tokenizers.from_json(description)
     if tokenizer.vocab_size != model.config.vocab_size:
         raise UserError(f'{source} has a vocabulary of {model.config.vocab_size} tokens, but its '

@@ -66,6 +66,8 @@ class Progress:
 class IterationClock:
     """The clock of a run of max_iters iterations."""
 
+    evaluations = ()  # not timed
+
     def __init__(self, config):
         self.config = config
 
@@ -84,6 +86,9 @@ class IterationClock:
     def left_s(self):
         return None  # unknown
 
+    def exclude(self, seconds):
+        """The last `seconds` were not spent on training; a TrainingClock does not count them."""
+
     @contextmanager
     def timed_evaluation(self):
         """A context to evaluate in; a MinuteClock times it."""
@@ -95,21 +100,22 @@ class MinuteClock(IterationClock):
     not count as progress. Time is reserved for the last evaluation, as much as earlier ones took.
 
     used_s: seconds used before a resume; started_at: when this command was started
+    evaluations: [[seconds used before it, seconds that it took]] of the last three
     """
 
-    def __init__(self, config, used_s, started_at):
+    def __init__(self, config, used_s, started_at, evaluations=()):
         super().__init__(config)
         self.total_s = 60 * config.minutes
         self.used_s = used_s
         self.ends_at = started_at + self.total_s - used_s
+        self.now_s = used_s  # seconds used so far
         self.loop_started_at = None
-        self.evaluation_times_s = []  # of the last three evaluations
-        self.evaluated_at = -1.0  # fraction_done at the last evaluation
+        self.evaluations = list(evaluations)
 
     @property
     def evaluation_s(self):
         """The time that an evaluation takes: the median of the last three."""
-        return statistics.median(self.evaluation_times_s or [0.0])
+        return statistics.median([seconds for _, seconds in self.evaluations] or [0.0])
 
     def left_s(self):
         return self.ends_at - time.perf_counter()
@@ -121,20 +127,22 @@ class MinuteClock(IterationClock):
         loop_s = self.ends_at - self.evaluation_s - self.loop_started_at
         done_now = (now - self.loop_started_at) / loop_s if loop_s > 0 else 1.0
         fraction_done = min(1.0, done_before + (1 - done_before) * done_now)
-        fraction_done = all_gather(fraction_done, gloo_group())[0]
+        fraction_done, self.now_s = all_gather(
+            (fraction_done, self.total_s - self.ends_at + now), gloo_group())[0]
         if fraction_done == 1 and iter_num == 0:
             raise UserError(f'minutes={setting(self.config.minutes)} is too short: setup took '
                             'all of that time; raise --minutes')
-        self.fraction_done = fraction_done
         return fraction_done
 
     def evaluation_is_due(self, iter_num, fraction_done):
-        """True at each tenth of the run; less often if evaluations would take over a tenth of its
-        time."""
-        if self.evaluated_at < 0:
+        """True a tenth of the run after the last evaluation; later if evaluations would take over a
+        tenth of the time. Not shortly before the end, when the run is evaluated anyway."""
+        if not self.evaluations:
             return True
-        count = min(NUM_EVALUATIONS, self.total_s / 10 / max(self.evaluation_s, 1e-9))
-        return int(fraction_done * count) > int(self.evaluated_at * count)
+        interval_s = max(self.total_s, 100 * self.evaluation_s) / NUM_EVALUATIONS
+        last_s = self.total_s - self.evaluation_s  # when the last evaluation begins
+        evaluated_s, _ = self.evaluations[-1]
+        return evaluated_s + interval_s <= self.now_s <= last_s - interval_s / 2
 
     def get_lr(self, iter_num, fraction_done):
         return get_lr(iter_num, self.config, fraction_done)
@@ -142,19 +150,43 @@ class MinuteClock(IterationClock):
     @contextmanager
     def timed_evaluation(self):
         started_at = time.perf_counter()
-        self.evaluated_at = self.fraction_done
         yield
-        self.evaluation_times_s = [*self.evaluation_times_s[-2:], time.perf_counter() - started_at]
+        seconds = all_gather(time.perf_counter() - started_at, gloo_group())[0]
+        self.evaluations = [*self.evaluations[-2:], [self.now_s, seconds]]
+
+
+class TrainingClock(MinuteClock):
+    """A MinuteClock that counts the steps alone, not setup, evaluations, saves, health checks and
+    logs. Two versions of the code then train for the same time, whatever else they do. It evaluates
+    only at the end, and as a MinuteClock does if patience needs evaluations."""
+
+    evaluation_s = 0.0  # nothing is reserved
+
+    def read(self, iter_num):
+        if self.loop_started_at is None:
+            self.ends_at = time.perf_counter() + self.total_s - self.used_s
+        return super().read(iter_num)
+
+    def exclude(self, seconds):
+        self.loop_started_at += seconds
+        self.ends_at += seconds
+
+    def evaluation_is_due(self, iter_num, fraction_done):
+        return self.config.patience > 0 and super().evaluation_is_due(iter_num, fraction_done)
 
 
 def make_clock(config, start):
     """The clock of a run, for its TrainConfig and its StartingPoint."""
     if not config.minutes:
         return IterationClock(config)
-    seconds_used = 0.0
+    seconds_used, evaluations = 0.0, []
     if start.resumed:
         state = start.weights.state
         was_timed = state['left_s'] is not None
         if was_timed or config.init_from == 'resume':
             seconds_used = used_s(state, start.weights.settings()['minutes'])
-    return MinuteClock(config, seconds_used, start.started_at)
+        evaluations = state.get('evaluations', [])
+        if state.get('evaluated') and not evaluations:  # by a run of iterations
+            evaluations = [[seconds_used, 0.0]]
+    clock_type = TrainingClock if config.clock == 'training' else MinuteClock
+    return clock_type(config, seconds_used, start.started_at, evaluations)

@@ -9,6 +9,7 @@ import numpy as np
 
 from model import GPTConfig
 from plaingpt.data.overlap import (
+    describe_share,
     print_share,
     read_sketches,
     share_trained_on,
@@ -124,7 +125,7 @@ def check_resumable(checkpoint, config, dataset):
         raise UserError(f'{checkpoint.path} has {"; ".join(differences)}: leave out these settings '
                         'and any config file that sets them, or choose another --out_dir')
     if 'max_iters' in changed and config.max_iters < checkpoint.iter_num \
-            and not config.is_read_only:
+            and not config.minutes and not config.is_read_only:
         raise UserError(f'max_iters={config.max_iters}: {checkpoint.path} is already at iteration '
                         f'{checkpoint.iter_num}; raise --max_iters, or leave out the '
                         'option or config file that sets it')
@@ -142,6 +143,8 @@ def check_resumable(checkpoint, config, dataset):
     for key, (old, new) in changed.items():
         if key in ('init_from', 'checkpoint', 'check', 'minutes'):
             continue
+        if config.minutes and key in ('max_iters', 'lr_decay_iters', 'eval_interval'):
+            continue  # without effect
         if key == 'parallel' and new == 'auto':  # fit_to_memory() prints what it becomes
             continue
         print0(f'  changed: {key} {setting(old)} → {setting(new)}')
@@ -152,25 +155,22 @@ def resolve_minutes(config, start, overrides):
 
     --minutes adds to the time already used with --init_from=resume, and includes it with auto,
     because torchrun repeats the command. Without --minutes and --max_iters, a resumed run keeps its
-    minutes. overrides: the settings on the command line. Raises UserError if these set both minutes
-    and iterations."""
-    iteration_options = [f'--{key}' for key in ('max_iters', 'lr_decay_iters') if key in overrides]
-    if config.minutes and iteration_options:
-        raise UserError(f'minutes={setting(config.minutes)} cannot be combined with '
-                        f'{" and ".join(iteration_options)}: both set the length of the run; leave '
-                        'one of them out')
-    if not start.resumed:
-        return config
-    state = start.weights.state
-    saved_minutes = start.weights.settings()['minutes']
-    if not config.minutes:
+    minutes. overrides: the settings on the command line. Raises UserError if these set the
+    iterations of a timed run."""
+    minutes, remedy = config.minutes, 'leave one of them out'
+    if start.resumed:
+        state, saved_minutes = start.weights.state, start.weights.settings()['minutes']
         was_timed = state['left_s'] is not None
-        if was_timed and 'max_iters' not in overrides:
-            return replace(config, minutes=saved_minutes)
-        return config
-    if config.init_from == 'resume':
-        return replace(config, minutes=used_s(state, saved_minutes) / 60 + config.minutes)
-    return config
+        if minutes and config.init_from == 'resume':
+            minutes += used_s(state, saved_minutes) / 60
+        elif not minutes and was_timed and 'max_iters' not in overrides:
+            minutes, remedy = saved_minutes, 'leave it out, or set --max_iters as well'
+    iteration_options = [f'--{key}' for key in ('max_iters', 'lr_decay_iters') if key in overrides]
+    if minutes and iteration_options:
+        raise UserError(f'minutes={setting(config.minutes or minutes)} cannot be combined with '
+                        f'{" and ".join(iteration_options)}: both set the length of the run; '
+                        f'{remedy}')
+    return replace(config, minutes=minutes)
 
 
 def used_s(state, minutes):
@@ -233,18 +233,20 @@ def sketch_texts(start, dataset, train_data, val_data):
     for name, loader in zip(names, val_data.components, strict=True):
         if len(sketches) == 1 and not earlier_sketches:
             break  # prepare.py has compared the splits
-        text = f'validation text of {name}' if name else 'validation text'
+        text = f'the validation text of {name}' if name else 'the validation text'
         windows = windows_of(loader.stream)
-        share = share_trained_on(*windows, earlier_sketches)
-        if share is not None:
-            print_share(share, f'{text} was in the training text of {start.weights.source}',
+        if earlier_sketches:
+            share = share_trained_on(*windows, earlier_sketches)
+            where = f'the training text of {start.weights.source}'
+            print_share(share, describe_share(share, text, where),
                         'validate on text that it was not trained on')
         for other_name, sketch in zip(names, sketches, strict=True):
             if other_name == name:
                 continue
             share = share_trained_on(*windows, [sketch])
             if share and share > MIN_OVERLAP:
-                print_share(share, f'{text} is in the training split of {other_name}',
+                where = f'the training split of {other_name}'
+                print_share(share, describe_share(share, text, where),
                             'remove the copies there, or leave one of them out')
     return sketches + [earlier for earlier in earlier_sketches if not is_among(earlier, sketches)]
 

@@ -43,6 +43,7 @@ class Step:
     def __post_init__(self):
         device = next(self.model.parameters()).device
         self.loss = None  # of the last forward_backward
+        self.uncalled = 0  # skipped updates in which optimizer.step() was not called
         self.consecutive_skips = torch.zeros((), device=device)
         self.consecutive_bad = torch.zeros((), device=device)
         self.unreported = []  # (is bad, loss, gradient norm) of each step, on the device
@@ -87,6 +88,8 @@ class Step:
             optimizer.step()
         elif not skip_step:  # for other optimizers, the host waits for the device
             optimizer.step()
+        else:
+            self.uncalled += 1
         self.scaler.update()
         # DDP's gradients are views of its buckets; setting them to None would reallocate them.
         is_ddp = isinstance(self.model, DistributedDataParallel)
@@ -159,6 +162,36 @@ class SkippedSteps:
             'weights are those before them): lower --learning_rate, raise --warmup_iters or try '
             f'--dtype=float32, and inspect the text listed in {self.path}; then continue with '
             '--init_from=resume, or from an earlier checkpoint with --checkpoint=best')
+
+
+class StepCounter:
+    """Counts the steps of an optimizer, and how often it has lost its state: a mistake in the code
+    around it, such as a second optimizer.step(), would train on in silence.
+
+    step: a Step; iter_num: the iteration at which counting starts
+    """
+
+    def __init__(self, step, iter_num):
+        self.step, self.first_iter = step, iter_num
+        self.steps = 0
+        self.new_states = 0
+        step.optimizer.register_step_post_hook(self.count)
+
+    def count(self, optimizer, *_):
+        """Count a step. The first state is marked with a None, which checkpoints leave out; a state
+        without the mark is a new one."""
+        self.steps += 1
+        state = next(filter(None, optimizer.state.values()), None)
+        if state is not None and 'counted' not in state:
+            state['counted'] = None
+            self.new_states += 1
+
+    def errors(self, iter_num):
+        """{'missed_steps': updates without a step (below 0: too many steps), 'lost_states': …}
+        after iteration iter_num, as far as they are not 0"""
+        updates = iter_num - self.first_iter - self.step.uncalled
+        errors = {'missed_steps': updates - self.steps, 'lost_states': max(0, self.new_states - 1)}
+        return {key: value for key, value in errors.items() if value}
 
 
 def as_json(x):

@@ -143,6 +143,62 @@ def loss_of_the_first_chunk(apply):
     return changed
 
 
+def after_attention(change):
+    """change(y) edits what each attention layer returns, (B, T, C)."""
+    def changed(forward):
+        def spoiled(*arguments, **how):
+            y = forward(*arguments, **how).clone()
+            change(y)
+            return y
+        return spoiled
+    return replaced(model.CausalSelfAttention, 'forward', changed)
+
+
+def leak(to, source):
+    """Half of what attention returns at `source` is added at `to`."""
+    def change(y):
+        y[:, to] += 0.5 * y[:, source].clone()
+    return after_attention(change)
+
+
+def leak_between_rows(to, source):
+    def change(y):
+        if len(y) > max(to, source):
+            y[to] += 0.5 * y[source].clone()
+    return after_attention(change)
+
+
+def ngrams_of_later_tokens(forward):
+    return lambda self, idx, *rest: forward(self, idx.roll(-1, 1), *rest)
+
+
+def around_steps(change):
+    """change(update, step, lr) takes the place of Step.update."""
+    return replaced(step.Step, 'update', lambda update: lambda self, lr: change(update, self, lr))
+
+
+def step_twice(update, step, lr):
+    once = step.optimizer.step
+    step.optimizer.step = lambda: (once(), once())
+    try:
+        return update(step, lr)
+    finally:
+        del step.optimizer.step
+
+
+def state_cleared(update, step, lr):
+    norm = update(step, lr)
+    step.optimizer.state.clear()
+    return norm
+
+
+def vectors_left_out(update, step, lr):
+    for p in step.model.parameters():
+        if p.dim() == 1:
+            p.grad = None
+    return update(step, lr)
+
+
 not_shifted = other_batches(lambda idx, targets: (idx, idx.clone()))
 not_causal = attention_with_mask(lambda T: None)
 in_order = replaced(batches, 'permute', lambda _: lambda indices, n, k: indices)
@@ -162,7 +218,18 @@ SPOILED = {
         ('attention is not causal', not_causal, {}),
         ('the future leaks late in the sequence', attention_with_mask(
             lambda T: torch.ones(T, T, dtype=torch.bool).tril()
-            | (torch.arange(T) >= 40)[:, None]), {'block_size': 64})],
+            | (torch.arange(T) >= 40)[:, None]), {'block_size': 64}),
+        ('one token leaks into the first three', leak(slice(0, 3), slice(5, 6)), {}),
+        ('the second token leaks into the first', leak(slice(0, 1), slice(1, 2)), {}),
+        ('n-grams contain the next token', replaced(
+            model.NgramEmbedding, 'forward', ngrams_of_later_tokens), {'ngram_rows': 50})],
+    'weights_outlive_their_decay': [
+        ('the weights shrink by a tenth per step', lambda patch: None,
+         {'learning_rate': 1e-2, 'weight_decay': 10}),
+        ('a decay of 100 at a small rate', lambda patch: None,
+         {'learning_rate': 1e-5, 'weight_decay': 100}),
+        ('one group shrinks', lambda patch: None,
+         {'lr_scales': 'embedding:2000', 'learning_rate': 1e-3})],
     'targets_are_not_read': [
         ('targets are read in evaluations', reading_targets(lambda gpt: not gpt.training),
          {'tied_head': False, 'zero_init': True}),
@@ -184,7 +251,9 @@ SPOILED = {
     'sequences_are_independent': [
         ('rows share a norm', replaced(
             model.MLP, 'forward', lambda forward: lambda self, x:
-            forward(self, x - x.mean(dim=0))), {})],
+            forward(self, x - x.mean(dim=0))), {}),
+        ('the first row reads the second', leak_between_rows(0, 1), {'batch_size': 2}),
+        ('the third row reads the first', leak_between_rows(2, 0), {})],
     'every_parameter_gets_a_gradient': [
         ('detached before each MLP', replaced(
             model.Block, 'forward', lambda _: detached_before_each_mlp), {})],
@@ -259,7 +328,12 @@ SPOILED = {
             torch.optim.AdamW, 'zero_grad', lambda _: lambda *_, **__: None), {}),
         ('weights are held', replaced(
             step.Step, 'must_skip', lambda original: lambda *arguments:
-            1 - original(*arguments)), {})],
+            1 - original(*arguments)), {}),
+        ('two steps per update', around_steps(step_twice), {}),
+        ('two steps of SGD per update', around_steps(step_twice), {'optimizer': 'sgd'}),
+        ('the state is cleared', around_steps(state_cleared), {}),
+        ('the momentum of Muon is cleared', around_steps(state_cleared), {'optimizer': 'muon'}),
+        ('biases and norms are left out', around_steps(vectors_left_out), {})],
     'learning_rate_lasts': [
         ('the rate is gone at iteration 15', lambda patch: None,
          {'lr_decay_iters': 15, 'min_lr': 0.0}),
@@ -280,6 +354,18 @@ def test_broken_code_fails_its_check(check, spoil, settings, patch, failed):
 def test_documents_that_leak_fail_their_check(documents, patch, failed):
     patch(model, 'find_documents', lambda find: lambda idx, bos_id: find(idx, -1))
     assert failed(dataset=documents, document_attention=True) == ['sequences_are_independent']
+
+
+def test_a_second_document_that_is_not_causal_fails_its_check(documents, patch, failed):
+    def find_documents(find):
+        def changed(idx, bos_id):
+            positions, mask = find(idx, bos_id)
+            starts = torch.arange(idx.size(1)) - positions  # (B, T)
+            same = starts[:, None, :, None] == starts[:, None, None, :]
+            return model.Documents(positions, mask | same & (starts > 0)[:, None, :, None])
+        return changed
+    patch(model, 'find_documents', find_documents)
+    assert 'attention_is_causal' in failed(dataset=documents, document_attention=True)
 
 
 # -----------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from plaingpt.data.overlap import (
 # the count
 
 
-@given(st.integers(0, 2**32), st.integers(2, 1200), st.integers(64, 1200), st.integers(1, 9),
+@given(st.integers(0, 2**32), st.integers(64, 1200), st.integers(64, 1200), st.integers(1, 9),
        st.integers(1, 300), st.integers(1, 12))
 @example(0, 200, 640, 1, 50, 9)  # one sequence many times
 @settings(max_examples=30)
@@ -77,6 +77,12 @@ def test_a_sketch_tells_how_much_of_a_text_was_trained_on(blocks, error, tmp_pat
     assert estimate(tmp_path, train, *copies, blocks=blocks) == pytest.approx(1, abs=2 * error)
 
 
+def test_a_text_in_which_a_copy_may_be_missed_as_a_whole_is_not_compared(tmp_path):
+    train = WORDS[:64_000]
+    for tokens, share in ((80, None), (127, None), (128, pytest.approx(0.5))):
+        assert estimate(tmp_path, train, train[1:1 + tokens]) == share
+
+
 def test_of_conversations_what_the_assistant_says_is_compared(tmp_path):
     train, val = text(tmp_path, WORDS[:64_000]), text(tmp_path, WORDS[:6400], WORDS[-6400:])
     for of_copies, of_others, share in ((0, 1, 0), (1, 0, 1), (1, 1, 0.5), (0, 0, None)):
@@ -114,6 +120,18 @@ def test_the_share_of_a_validation_split_that_is_trained_on_is_printed(copies, t
     prepare.main(['inspect', f'{tmp_path}/d'])
     for captured in (of_prepare, capsys.readouterr()):
         assert f'{100 * share:.3g}%' in (captured.err if copies == 9 else captured.out)
+
+
+@pytest.mark.parametrize(('train', 'val', 'shares'), [
+    ('word ' * 100, 'short', {}), ('short', 'word ' * 100, {}),
+    ('word ' * 100, 'ends early\n' * 11, {'in_train': 0}),
+    ('A line of 30 characters or so.', 'A line of 30 characters or so.', {'lines_in_train': 1})])
+def test_what_is_too_short_to_compare_has_no_share(train, val, shares, tmp_path):
+    write_rows(tmp_path / 'in/train.jsonl', [train])
+    write_rows(tmp_path / 'in/validation.jsonl', [val])
+    prepared(tmp_path / 'd', 'hf', tmp_path / 'in', '--val_split=validation')
+    entry = open_dataset(tmp_path / 'd').split_entry('val')
+    assert {key: entry[key] for key in entry if key.endswith('in_train')} == shares
 
 
 @pytest.mark.parametrize(('text_of', 'share'), [

@@ -1,5 +1,6 @@
 """Ids of one's own, as numpy writes them: the dtype they are read with, and prepare.py ids."""
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ import sample
 import train
 from plaingpt.data.dataset import open_data, open_dataset
 from plaingpt.data.foreign_files import open_foreign
+from plaingpt.data.tokenizers import IdsTokenizer
 from plaingpt.system.distributed import World
 from plaingpt.system.errors import UserError
 
@@ -164,6 +166,18 @@ def test_ids_that_do_not_fit_their_description_are_refused(
     assert contents(folder) == before
 
 
+@pytest.mark.parametrize('change', [
+    lambda path: write_ids(path.parent, MOVES[::-1], '<u2'), lambda path: path.unlink(),
+    lambda path: write_ids(path.parent, MOVES[:3000], '<u2'),
+    lambda path: write_ids(path.parent, MOVES + 9, '<u2'),
+    lambda path: write_ids(path.parent, MOVES, '<i8')])
+def test_rewritten_ids_are_to_be_described_again(change, folder):
+    prepare.main(['ids', str(folder), '--vocab_size=1500'])
+    change(folder / 'train.bin')
+    with pytest.raises(UserError, match=rf'prepare\.py ids {folder} --vocab_size'):
+        open_dataset(folder).loader('train', 8, 1)
+
+
 def test_text_that_prepare_wrote_is_not_described_as_ids(own_data, capsys, monkeypatch):
     before = contents(own_data)
     assert str(own_data) in fails(capsys, monkeypatch, prepare.main, 'ids', own_data,
@@ -179,14 +193,18 @@ def test_a_model_of_ids_continues_ids(folder, tiny, tmp_path, capsys, monkeypatc
     train.main([*tiny, f'--dataset={folder}', '--vocab_size=1500'])
     capsys.readouterr()
     command = [f'--out_dir={tmp_path}/out', '--num_samples=1', '--max_new_tokens=5']
-    sample.main([*command, '--start=IDS:750,784,819'])
-    *_, written = capsys.readouterr().out.strip().splitlines()
-    ids = [int(i) for i in written.removeprefix('IDS:').split(',')]
-    assert ids[:3] == [750, 784, 819]
-    assert len(ids) == 8
-    assert max(ids) < 1500
+    for start, prompt in (('IDS:750,784,819', '750,784,819'), ('750 784,\n819', '750,784,819'),
+                          ('', '0'), ('IDS:', '0'), ('\n', '0')):
+        sample.main([*command, f'--start={start}'])
+        _, _, written = capsys.readouterr().out.partition('---------------\n')
+        assert re.fullmatch(rf'IDS:{prompt}(,\d+){{5}}\n', written)
+        assert max(map(int, re.findall(r'\d+', written))) < 1500
     for start in ('hello', 'IDS:1,1500', 'IDS:-1'):
         assert '1499' in fails(capsys, monkeypatch, sample.main, *command, f'--start={start}')
+
+
+def test_ids_are_decoded_to_a_list_without_a_leading_comma():
+    assert IdsTokenizer(1500).decode([750, 784, 819]) == '750,784,819'
 
 
 def test_ids_of_unknown_origin_are_taken_for_gpt2s_with_a_word_about_vocab_size(folder, capsys):

@@ -7,7 +7,7 @@ import pytest
 import tiktoken.registry
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_data import CHAT, ask
+from sample_data import CHAT, ask, openai_gpt2
 
 from plaingpt.data.chat_tokenizer import MARK, SPECIAL_TOKENS
 from plaingpt.data.gigatoken import NEW_CHARACTERS, Gigatoken
@@ -25,11 +25,6 @@ from plaingpt.system.errors import UserError
 BPE = train_bpe(['the cat sat on the mat, the cat'] * 3, 270)
 # Where pieces of words and control characters meet: the pattern of GPT-2 cuts between them.
 CUTS = "abcstd 'lLrReEvV\n\r\t\x1f\x85\xa0\u200b\u3000ſé½٣中👍12.,-’\u0301\u088f\U00010940"
-
-
-@pytest.fixture
-def gpt2(gpt2_tokenizer):
-    return GPT2Tokenizer()
 
 
 # -----------------------------------------------------------------------------
@@ -62,12 +57,13 @@ def test_any_text_comes_back_from_bytes(text):
 # byte pairs
 
 
-def test_gpt2_gives_the_published_ids(gpt2):
-    ids = gpt2.encode("Hello, I'm a language model,")
+def test_gpt2_gives_the_published_ids(real_gpt2):
+    ids = GPT2Tokenizer().encode("Hello, I'm a language model,")
     assert ids.tolist() == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
 
 
-def test_text_is_never_the_end_of_text_token_of_gpt2(gpt2):
+def test_text_is_never_the_end_of_text_token_of_gpt2():
+    gpt2 = GPT2Tokenizer()
     assert gpt2.decode([gpt2.end_of_text]) == '<|endoftext|>'
     assert gpt2.end_of_text not in gpt2.encode('<|endoftext|>')
 
@@ -115,8 +111,9 @@ def test_the_template_writes_the_tokens_that_are_trained_on(text):
 # gigatoken
 
 
-def test_gigatoken_gives_the_ids_of_tiktoken_for_each_character_that_it_gets(gpt2):
+def test_gigatoken_gives_the_ids_of_tiktoken_for_each_character_that_it_gets():
     gigatoken_rs = pytest.importorskip('gigatoken.gigatoken_rs')
+    gpt2 = GPT2Tokenizer()
     fast = Gigatoken(gpt2, gigatoken_rs.BPETokenizer)
     characters = [chr(i) for i in range(0x110000)
                   if not 0xd800 <= i < 0xe000 and not NEW_CHARACTERS.match(chr(i))]
@@ -158,7 +155,8 @@ def test_a_tokenizer_comes_back_from_its_json(tokenizer):
 
 def test_a_tokenizer_that_cannot_be_downloaded_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr(tiktoken.registry, 'ENCODINGS', {})
+    monkeypatch.setattr(tiktoken.registry, 'ENCODING_CONSTRUCTORS', {'gpt2': openai_gpt2})
     monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path))
-    monkeypatch.setenv('HTTPS_PROXY', 'http://127.0.0.1:9')  # where nothing listens
-    with pytest.raises(UserError, match='TIKTOKEN_CACHE_DIR'):
+    monkeypatch.setenv('https_proxy', 'http://127.0.0.1:9')  # where nothing listens
+    with pytest.raises(UserError, match=r'TIKTOKEN_CACHE_DIR.*bpe:512'):
         make_tokenizer('gpt2', '')

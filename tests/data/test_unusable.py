@@ -1,5 +1,6 @@
 """Files and rows that cannot be used: few are left out and counted, more are an error."""
 
+import gzip
 import json
 from itertools import chain
 
@@ -38,12 +39,22 @@ def test_more_than_one_unreadable_file_in_a_hundred_is_an_error(folder, refused)
     assert '6 of 500' in refused('text', str(folder))
 
 
-def test_files_of_another_encoding_are_told_of_the_option(tmp_path, refused):
+@pytest.mark.parametrize('encoding', ['latin-1', 'cp1252', 'utf-16', 'utf-16-le', 'gb18030'])
+def test_files_of_another_encoding_are_told_of_the_option(encoding, tmp_path, refused):
     (tmp_path / 'in').mkdir()
     for i in range(9):
-        (tmp_path / f'in/{i}.txt').write_bytes(f'Größe {i}'.encode('latin-1'))
-    for name in '', '/1.txt':
+        text = f'Größe {i}, É’t' if encoding != 'gb18030' else f'中文 {i}'
+        (tmp_path / f'in/{i}.txt').write_bytes(text.encode(encoding, 'replace'))
+    (tmp_path / 'in/8.txt.gz').write_bytes(gzip.compress(text.encode(encoding, 'replace')))
+    for name in '', '/1.txt', '/8.txt.gz':
         assert '--encoding=latin-1' in refused('text', f'{tmp_path}/in{name}')
+
+
+@pytest.mark.parametrize(('ending', 'text'), [
+    ('jsonl', '{"prompt": "a", "completion": "b"}\n'), ('csv', 'prompt,completion\na,b\n')])
+def test_rows_of_another_encoding_are_told_of_the_option(ending, text, tmp_path, refused):
+    (tmp_path / f'in.{ending}').write_bytes((text * 9).encode('utf-16'))
+    assert '--encoding=' in refused('chat', f'{tmp_path}/in.{ending}')
 
 
 @pytest.mark.parametrize('name', ['a.txt.zst', 'a.XZ', 'a.tar.gz'])

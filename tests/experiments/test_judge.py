@@ -1,6 +1,7 @@
 """The code as it is here is judged against a commit."""
 
 import csv
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import bench
 from configurator import load_config
 from plaingpt.experiments import runs
 from plaingpt.system.errors import UserError
+from plaingpt.system.files import write_json
 
 RECIPE = options(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=8,
                  gradient_accumulation_steps=1, learning_rate=1e-2, warmup_iters=2, eval_iters=4,
@@ -24,21 +26,29 @@ BETTER, WORSE, SAME = [2.0, 2.01, 1.99], [4.0, 4.01, 3.99], [3.001, 3.018, 2.991
 
 @pytest.fixture
 def judged(monkeypatch, char_data):
-    """judged(losses of the change, *words) → (exit code, the runs: side and TrainConfig). The base
-    has losses of 3.0, 3.02, 2.99. A loss may be an error instead. Nothing is trained."""
-    def judged(change, *words):
-        losses, trained = {'base': [3.0, 3.02, 2.99], 'change': list(change)}, []
+    """judged(losses of the change, *words) → (exit code, the runs: side and TrainConfig, first the
+    short ones). The base has losses of 3.0, 3.02, 2.99, or `base`. A loss may be an error instead.
+    `unknown`: settings that the base does not know. Nothing is trained."""
+    def judged(change, *words, base=(3.0, 3.02, 2.99), unknown=()):
+        losses, trained = {'base': list(base), 'change': list(change)}, []
 
         def train_once(words, folder, tree):
             config = load_config(bench.TrainConfig, words)
+            is_base = tree.name == 'base'
+            for word in words:
+                if is_base and word.partition('=')[0].removeprefix('--') in unknown:
+                    raise UserError(f'unknown key {word}')
             trained.append((tree.name, config))
+            Path(folder).mkdir(parents=True)
+            settings = {key: value for key, value in vars(config).items()
+                        if not is_base or key not in unknown}
+            write_json(Path(folder, 'run.json'), {'config': settings, 'changed': {}})
             is_warm_up = config.max_iters == 2
             loss = 9.0 if is_warm_up else losses[tree.name].pop(0)
             if isinstance(loss, UserError):
                 raise loss
-            return {'final_loss': loss, 'step_ms': 10.0, 'dataset': str(char_data),
-                    'iterations': 200 if tree.name == 'base' else 100, 'minutes': config.minutes,
-                    'seconds': 2.0 if tree.name == 'base' else 3.0}
+            return {'final_loss': loss, 'step_ms': 10.0 if is_base else 15.0,
+                    'dataset': str(char_data), 'iterations': 2000 if is_base else 1000}
         monkeypatch.setattr(runs, 'train_once', train_once)
         try:
             bench.main([*options(judge=True, dataset=char_data, seed=5, device='cpu'), *words])
@@ -55,22 +65,45 @@ def test_a_judgement_is_an_exit_code(change, code, verdict, judged, capsys):
     assert judged(change)[0] == code
     printed = capsys.readouterr().out
     assert verdict in printed
-    assert '1.50' in printed  # times the time
+    assert '1.50' in printed  # times the time of a step
+    assert re.search('2,000 .* 1,000 ', printed)
+    assert '0.50 times' in printed
+    assert '--max_iters' in printed
 
 
 @needs_git
 def test_both_sides_are_trained_with_the_same_seeds(judged):
     _, trained = judged(SAME)
-    assert [(side, config.seed) for side, config in trained] == [
+    assert [(side, config.seed) for side, config in trained[2:]] == [
         ('base', 5), ('change', 5), ('change', 6), ('base', 6), ('base', 7), ('change', 7)]
 
 
 @needs_git
-def test_runs_of_minutes_come_after_a_short_run_of_each_side(judged):
-    _, trained = judged(SAME, '--minutes=0.5')
+@pytest.mark.parametrize('minutes', [0, 0.5])
+def test_the_runs_come_after_a_short_run_of_each_side(minutes, judged):
+    _, trained = judged(SAME, f'--minutes={minutes}')
     assert [(side, config.minutes, config.max_iters) for side, config in trained[:2]] == [
         ('base', 0, 2), ('change', 0, 2)]
-    assert [config.minutes for _, config in trained[2:]] == 6 * [0.5]
+    assert [config.minutes for _, config in trained[2:]] == 6 * [minutes]
+
+
+@needs_git
+def test_judged_runs_do_nothing_besides_training(judged):
+    Path('rich.py').write_text("film = True\neval_tasks = 'hellaswag'\nlog_to = 'wandb'\n"
+                               'checkpoint_interval = 1\n')
+    _, trained = judged(SAME, 'rich.py', '--minutes=0.5', '--report=True')
+    for _, config in trained[2:]:
+        assert (config.film, config.report, config.log_to, config.eval_tasks) \
+            == (False, False, '', '')
+        assert (config.always_save_checkpoint, config.checkpoint_interval) == (False, 10**9)
+        assert config.clock == 'training'
+
+
+@needs_git
+def test_neither_side_gets_a_setting_that_an_old_base_does_not_know(judged, capsys):
+    _, trained = judged(SAME, '--minutes=0.5', unknown=('clock', 'film'))
+    assert [(config.clock, config.report) for _, config in trained[2:]] == 6 * [('wall', False)]
+    assert 'clock' in capsys.readouterr().err
 
 
 @needs_git
@@ -82,11 +115,12 @@ def test_each_judgement_is_a_row_of_one_table(judged):
         judged([UserError('a tab\tand\nanother line')])
     text = Path('out-experiments/results.tsv').read_text()
     assert text.startswith(before)
-    assert [line.count('\t') for line in text.splitlines()] == 4 * [11]
+    assert [line.count('\t') for line in text.splitlines()] == 4 * [13]
     better, worse, failed = csv.DictReader(text.splitlines(), delimiter='\t')
     assert [row['verdict'] for row in (better, worse, failed)] == ['BETTER', 'WORSE', 'FAILED']
     assert git(ROOT, 'rev-parse', 'HEAD').startswith(better['base commit'])
     assert '--minutes=0.5' in better['settings']
+    assert (better['base steps'], better['change steps']) == ('2000', '1000')
     assert float(better['change loss (nats per token)']) == 2.0
     difference = float(better['difference (nats per token)'])
     assert difference == pytest.approx(-3.01 / 3, abs=1e-5)
@@ -95,14 +129,45 @@ def test_each_judgement_is_a_row_of_one_table(judged):
     assert 'a tab and another line' in failed['problem']
 
 
-@pytest.mark.parametrize('broken, words', [
-    ({'dataset': 'b'}, 'a and b'), ({'minutes': 1}, 'minutes'), ({'final_loss': None}, 'finite')])
-def test_runs_that_cannot_be_compared_are_an_error(broken, words):
-    rows = [dict(variant=name, seed=seed, final_loss=3.0, step_ms=1.0, seconds=1.0, dataset='a',
-                 minutes=0) for name in ('base', 'change') for seed in (1, 2)]
-    rows[3] |= broken
-    with pytest.raises(UserError, match=words):
-        runs.judge_runs(rows, runs.compare(rows))
+@needs_git
+def test_a_table_of_an_earlier_version_keeps_its_columns(judged):
+    old = 'date (UTC)\tbase commit\tchange\tsettings\tseeds\tverdict\tminutes\tproblem\n' \
+          '2026-11-01T00:00:00Z\tabc\tmodel.py +1 -0\t\t1 to 3\tWORSE\t1.0\t\n'
+    Path('out-experiments').mkdir()
+    Path('out-experiments/results.tsv').write_text(old)
+    judged(BETTER)
+    text = Path('out-experiments/results.tsv').read_text()
+    assert text.startswith(old)
+    _, new = csv.DictReader(text.splitlines(), delimiter='\t')
+    assert (new['seeds'], new['verdict'], new['problem']) == ('5 to 7', 'BETTER', '')
+
+
+@needs_git
+@pytest.mark.parametrize('base, change, words, rows', [
+    ([UserError('skip_checks=x')], SAME, [], 0), ([None], SAME, [], 0),
+    (SAME, [UserError('no dot_product_attention')], [], 1), (SAME, [None], [], 1),
+    (SAME, SAME, ['--against=HEAD~99999'], 0), (SAME, SAME, ['--max_itrs=3'], 0),
+    (SAME, SAME, ['config/x.py'], 0), (SAME, SAME, ['--dataset=no/where'], 0),
+    (SAME, SAME, ['--dtype=int'], 0), (SAME, SAME, ['--minutes=1', '--max_iters=3'], 0)], ids=str)
+def test_only_a_change_that_fails_where_the_base_trains_adds_a_row(
+        base, change, words, rows, judged):
+    with pytest.raises(UserError):
+        judged(change, *words, base=base)
+    table = Path('out-experiments/results.tsv')
+    written = list(csv.DictReader(open(table), delimiter='\t')) if table.exists() else []
+    assert [row['verdict'] for row in written] == rows * ['FAILED']
+
+
+@needs_git
+def test_a_config_file_that_one_side_lacks_is_refused(tmp_path):
+    (tmp_path / 'base').mkdir()
+    with pytest.raises(UserError, match=r'config/tiny\.py.* base'):
+        runs.in_tree(tmp_path / 'base', 'config/tiny.py')
+
+
+def test_sides_with_different_datasets_are_not_compared():
+    with pytest.raises(UserError, match='a and b'):
+        runs.judged_options([{'dataset': 'a'}, {'dataset': 'b'}], 0)
 
 
 def git(folder, *words):

@@ -1,5 +1,7 @@
 import csv
 import json
+import os
+import random
 import shutil
 import sys
 from itertools import pairwise
@@ -20,6 +22,7 @@ from plaingpt.experiments.runs import (
     sweep_variants,
     train_once,
 )
+from plaingpt.monitoring.references import p_value, t_quantile
 from plaingpt.system.errors import UserError
 from plaingpt.training.settings import TrainConfig
 
@@ -110,15 +113,23 @@ SWEEP = ['--sweep=conv=0,4', '--device=cpu']
 
 
 def test_the_runs_of_a_sweep_have_folders_of_their_own(trainings):
-    words = ['--sweep=init_from=gpt2,a/b', '--seeds=2', '--seed=5', '--device=cpu']
+    words = ['--sweep=dataset=a,data/a', '--seeds=2', '--seed=5', '--device=cpu']
     bench.main(words)
-    folder = 'out-experiments/sweep-init_from'
-    assert folders_of(trainings) == [f'{folder}/init_from={value},seed={seed}'
-                                     for seed in (5, 6) for value in ('gpt2', 'a%2fb')]
+    folder = 'out-experiments/sweep-dataset'
+    assert folders_of(trainings) == [f'{folder}/dataset={value},seed={seed}'
+                                     for seed in (5, 6) for value in ('a', 'data%2fa')]
     bench.main(words)
     assert len(trainings) == 4  # no run is repeated
     assert Path(f'{folder}.csv').exists()
     assert Path(f'{folder}.png').exists()
+
+
+def test_the_runs_of_a_sweep_record_no_film_and_no_report(trainings):
+    Path('recipe.py').write_text('film = True\n')
+    bench.main(['recipe.py', *SWEEP, '--seeds=1', '--report=True'])
+    for words in trainings:
+        config = read(words)
+        assert (config.film, config.report) == (False, False)
 
 
 def test_a_run_that_was_stopped_is_trained_again(trainings, tmp_path):
@@ -160,8 +171,7 @@ def repeat(trainings, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     Path('recipe.py').write_text("from numbers_of_mine import max_iters\ndataset = 'bare'\n")
     Path('numbers_of_mine.py').write_text('max_iters = 9\n')
-    Path('weights').mkdir()
-    Path('weights/model.safetensors').write_text('weights')
+    write_weights(Path('weights'))
 
     def repeat(*words):
         before = len(trainings)
@@ -175,6 +185,21 @@ def repeat(trainings, tmp_path, monkeypatch):
 def append(path):
     with open(path, 'a', encoding='utf-8') as f:
         f.write('\n')
+
+
+def write_weights(folder):
+    """Files as those of a GPT-2; nothing loads the weights."""
+    folder.mkdir(exist_ok=True)
+    (folder / 'config.json').write_text('{"model_type": "gpt2", "n_positions": 1024}')
+    (folder / 'tokenizer.json').write_text('{}')
+    (folder / 'model.safetensors').write_text('weights')
+
+
+def replace(path, text):
+    """Write another text to a file, which keeps its time."""
+    status = os.stat(path)
+    Path(path).write_text(text)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def change_a_token(path):
@@ -197,7 +222,10 @@ def test_a_run_of_the_same_ingredients_is_not_repeated(words, repeat):
     lambda: append('recipe.py'),
     lambda: Path('numbers_of_mine.py').write_text('max_iters = 8888\n'),
     lambda: append('code/model.py'), lambda: append('code/plaingpt/weights.py'),
-    lambda: Path('weights/model.safetensors').write_text('others'),
+    lambda: replace('weights/model.safetensors', 'wejghts'),
+    lambda: replace('weights/config.json', '{"model_type": "gpt2", "n_positions": 2048}'),
+    lambda: replace('weights/tokenizer.json', '[]'),
+    lambda: Path('weights/generation_config.json').write_text('{}'),
     lambda: change_a_token('data/bare/train.bin'), lambda: change_a_token('data/bare/val.bin'),
     lambda: change_ingredient('torch'), lambda: change_ingredient('device'),
     lambda: Path('run/metrics.jsonl').write_text('[]\n'),
@@ -207,6 +235,34 @@ def test_a_run_of_other_ingredients_is_trained_again(change, repeat):
     change()
     assert repeat()
     assert not repeat()
+
+
+def test_a_run_from_weights_on_the_hub_is_trained_again_if_they_have_changed(trainings, hub):
+    def repeat():
+        train_once(['--init_from=OWNER/NAME', '--dataset=bare', '--device=cpu'], 'run')
+        return len(trainings)
+    write_weights(hub.model('OWNER/NAME'))
+    assert [repeat(), repeat()] == [1, 1]
+    (hub.model('OWNER/NAME') / 'config.json').write_text('{"model_type": "gpt2", "n_head": 8}')
+    assert [repeat(), repeat()] == [2, 2]
+
+
+def test_a_run_from_a_checkpoint_is_trained_again_if_another_one_is_loaded(trainings, trained):
+    def repeat(*words):
+        train_once(['--init_from=link', '--dataset=bare', '--device=cpu', *words], 'run')
+        return len(trainings)
+    for run in 'long', 'short':
+        shutil.copytree(trained, run)
+    shutil.rmtree('short/checkpoints/iter-00000006')
+    Path('link').symlink_to('long')
+    assert [repeat(), repeat()] == [1, 1]
+    assert [repeat('--checkpoint=3'), repeat('--checkpoint=3')] == [2, 2]
+    Path('link').unlink()
+    Path('link').symlink_to('short')
+    assert repeat('--checkpoint=3') == 2  # the same weights
+    assert [repeat(), repeat()] == [3, 3]
+    shutil.move('long/checkpoints/iter-00000006', 'short/checkpoints')
+    assert repeat() == 4
 
 
 def test_results_have_the_date_of_their_run(trainings, capsys):
@@ -254,8 +310,7 @@ def test_the_time_of_a_step_is_the_median(tmp_path):
     (tmp_path / 'run.json').write_text(json.dumps({
         'changed': {}, 'config': {'dataset': 'here'}, 'dtype': 'float32'}))
     assert summarize(tmp_path) == {'step_ms': 1000.0, 'final_loss': 3.0, 'seconds': 1.0,
-                                   'iterations': 20, 'minutes': 0, 'dtype': 'float32',
-                                   'dataset': 'here'}
+                                   'iterations': 20, 'dtype': 'float32', 'dataset': 'here'}
 
 
 def test_a_run_is_a_training(char_data, tmp_path):
@@ -269,7 +324,8 @@ def test_a_run_is_a_training(char_data, tmp_path):
 
 
 def runs_of(**losses):
-    return [{'variant': name, 'seed': seed, 'final_loss': loss, 'step_ms': 10.0}
+    return [{'variant': name, 'seed': seed, 'final_loss': loss, 'step_ms': 10.0,
+             'iterations': 9}
             for name, of_seeds in losses.items() for seed, loss in enumerate(of_seeds)]
 
 
@@ -284,3 +340,38 @@ def test_a_variant_is_compared_with_the_first_at_the_same_seeds():
     assert other['significant'] is False
     assert lower['significant'] is True  # -0.1, -0.09, -0.1
     assert '-0.5000 ± 0.2887' in format_comparison(rows)
+
+
+def test_p_values_are_those_of_the_table():
+    # two-sided 5%, 1% and 0.1% points of Student's t: Fisher and Yates 1963, table III
+    for df, points in {1: (12.706, 63.657, 636.62), 2: (4.303, 9.925, 31.599),
+                       3: (3.182, 5.841, 12.924), 10: (2.228, 3.169, 4.587),
+                       30: (2.042, 2.750, 3.646)}.items():
+        assert [p_value(-t, 1.0, df) for t in points] == pytest.approx([0.05, 0.01, 1e-3], rel=2e-3)
+        assert t_quantile(df) == pytest.approx(points[0], abs=6e-4)
+    assert [p_value(0.1, 0.0, 2), p_value(0.0, 0.0, 2)] == [0, 1]  # all differences are equal
+
+
+def nine_variants(generator, effect=0.0):
+    losses = {f'{i}': [generator.gauss(3.0, 0.01) for seed in range(3)] for i in range(9)}
+    losses['8'] = [loss + effect for loss in losses['8']]
+    return [row['variant'] for row in compare(runs_of(**losses)) if row['significant']]
+
+
+def test_of_identical_variants_few_comparisons_find_any_significant():
+    generator = random.Random(1)  # 5% of 200, and two standard deviations
+    assert sum(bool(nine_variants(generator)) for _ in range(200)) <= 10 + 6
+
+
+def test_a_large_effect_is_significant_among_many_variants():
+    generator = random.Random(1)
+    assert sum('8' in nine_variants(generator, effect=-0.5) for _ in range(20)) >= 18
+
+
+def test_a_judgement_is_that_of_one_comparison():
+    losses = dict(base=[2.0, 3.0, 2.5], change=[1.9, 2.91, 2.39])  # -0.1, -0.09, -0.11
+    both, *others = compare(runs_of(**losses)), compare(runs_of(**losses, a=[2, 3, 2], b=[1, 4, 2]))
+    assert both[1]['significant'] is True
+    assert abs(both[1]['change']) > both[1]['half_width']
+    assert 'Holm' not in format_comparison(both)
+    assert '3 comparisons' in format_comparison(*others)

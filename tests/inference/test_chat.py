@@ -1,12 +1,14 @@
 """A conversation at the terminal."""
 
 import builtins
+import io
 import shutil
 import sys
 from itertools import product
 
 import pytest
 from chat_model import ANSWERS
+from processes import fails
 from sample_data import CHAT, ask
 from test_docs import after_readme, follow  # noqa: F401  (a fixture)
 
@@ -111,6 +113,11 @@ def test_escape_codes_that_a_model_writes_do_not_reach_the_terminal(talk, chat_m
     monkeypatch.setattr(sys.stdout, 'isatty', lambda: True)
     answer, _ = talk(chat_model, 'html', options=[GREEDY])
     assert answer.endswith('b</b>\\x1b[31m')
+
+
+def test_messages_that_are_not_utf8_are_refused(chat_model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'gr\xf6\xdfer\n'), 'utf-8'))
+    assert 'UTF-8' in fails(capsys, monkeypatch, sample.main, chat_model, '--chat')
 
 
 def test_ctrl_c_stops_the_answer_but_not_the_chat(talk, chat_model, monkeypatch):

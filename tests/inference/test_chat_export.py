@@ -4,10 +4,11 @@ the answers are ours. test_llama_cpp.py has the same for llama.cpp."""
 import pytest
 from foreign_models import in_transformers, shaken
 from sample_data import CHAT, ask
-from test_gguf import QWEN3, learned, tokenizer_of
+from test_gguf import QWEN3, learned
 
 import plaingpt
 from plaingpt.data.chat_tokenizer import ChatTokenizer
+from plaingpt.data.tokenizer_choice import make_tokenizer
 from plaingpt.inference.generation import generate
 from plaingpt.inference.hf_export import write_hf
 
@@ -22,10 +23,10 @@ KNOWN_BY_HEART = [SYSTEM, *ask('Who?', ANSWER)]
 KINDS = ['char', 'bpe:300', pytest.param('gpt2', marks=pytest.mark.slow)]
 
 
-def chat_tokenizer(kind, text_file, request):
+def chat_tokenizer(kind, text_file):
     texts = [text_file.read_text(encoding='utf-8'),
              *(message['content'] for messages in CONVERSATIONS for message in messages)]
-    return ChatTokenizer(tokenizer_of(kind, request, texts))
+    return ChatTokenizer(make_tokenizer(kind, texts))
 
 
 @pytest.fixture(scope='module', params=['learned positions', 'rotary'])
@@ -38,8 +39,8 @@ def model(request):
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_the_template_gives_our_ids_in_transformers(kind, tmp_path, text_file, request):
-    ours = chat_tokenizer(kind, text_file, request)
+def test_the_template_gives_our_ids_in_transformers(kind, tmp_path, text_file):
+    ours = chat_tokenizer(kind, text_file)
     write_hf(tmp_path, shaken(ours.vocab_size, n_layer=1, n_head=1, n_embd=8), ours)
     from transformers import AutoTokenizer
     theirs = AutoTokenizer.from_pretrained(tmp_path)

@@ -9,15 +9,17 @@ import pytest
 import torch
 import yaml
 from foreign_models import STRANGE, in_transformers, opened, shaken, tokens
-from processes import ROOT
+from processes import ROOT, fails
 from runs import TINY, same_logits
-from test_gguf import tokenizer_of
+from safetensors.torch import load_file, save_file
+from sample_data import CHAT
 
 import export
 import train
 from configurator import load_config
 from model import GPT, GPTConfig
 from plaingpt.data import tokenizers
+from plaingpt.data.tokenizer_choice import make_tokenizer
 from plaingpt.inference.generation import check_cache, generate
 from plaingpt.inference.gguf_export import write_gguf
 from plaingpt.inference.hf_export import hf_tokenizer, write_hf
@@ -129,6 +131,44 @@ def test_a_network_that_ignores_the_cache_writes_no_text(tmp_path, monkeypatch):
         check_cache(changed_model(tmp_path, monkeypatch, line, change, block_size=64))
 
 
+@pytest.fixture(scope='module')
+def own_code(tmp_path_factory):
+    """A model that is exported with its code, as transformers opens it."""
+    return in_transformers(exported(tmp_path_factory.mktemp('own'), shaken(block_size=64, conv=3)))
+
+
+@pytest.mark.parametrize('name', ['cache', 'past_key_values'])
+def test_own_code_takes_a_cache_by_either_name(name, own_code):
+    from transformers import DynamicCache
+    idx = tokens(256, 2, 20)
+    cache = DynamicCache()
+    parts = [own_code(part, **{name: cache}) for part in idx.split([8, 1, 11], dim=1)]
+    logits = torch.cat([part.logits for part in parts], dim=1)
+    assert (logits - own_code(idx).logits).abs().max() < 1e-4
+    assert parts[0].past_key_values is cache  # in 5.24 another name of its output's cache
+
+
+def test_own_code_refuses_a_cache_that_it_does_not_know(own_code):
+    from transformers import DynamicCache, StaticCache
+    idx = tokens(256, 1, 8)
+    static = StaticCache(config=own_code.config, max_cache_len=64)
+    for cache in static, ((idx, idx),), [DynamicCache()], {}, idx:
+        for name in 'cache', 'past_key_values':
+            with pytest.raises(TypeError, match='Cache'):
+                own_code(idx, **{name: cache})
+    for name in 'kv_cache', 'cache_params', 'state':
+        for cache in DynamicCache(), static, ((idx, idx),):
+            with pytest.raises(TypeError, match=name):
+                own_code(idx, **{name: cache})
+    with pytest.raises(TypeError, match='past_key_values'):
+        own_code(idx, cache=DynamicCache(), past_key_values=DynamicCache())
+
+
+def test_own_code_refuses_a_token_whose_cache_is_missing(own_code):
+    with pytest.raises(ValueError, match='attention_mask'):
+        own_code(tokens(256, 2, 1), attention_mask=torch.ones(2, 9))
+
+
 def test_a_model_of_someones_own_ids_is_exported_without_a_tokenizer(tmp_path):
     ours, ids = shaken(block_size=64), tokenizers.IdsTokenizer(257)
     folder = exported(tmp_path / 'a', ours, ids)
@@ -136,6 +176,72 @@ def test_a_model_of_someones_own_ids_is_exported_without_a_tokenizer(tmp_path):
     assert same_logits(ours, in_transformers(folder), tokens(256, 2, 64))
     export.main([f'--init_from={folder}', f'--dest={tmp_path}/b'])
     assert open_pretrained(tmp_path / 'b').tokenizer_json() == ids.to_json()
+
+
+# -----------------------------------------------------------------------------
+# the command
+
+
+CHECKED = {'gpt2': {}, 'llama': LLAMA, 'qwen3': dict(LLAMA, qk_norm=True, bias=False),
+           'own code': dict(conv=3), 'chat': dict(vocab_size=CHAT.vocab_size),
+           'documents': dict(document_attention=True, document_start=256)}
+
+
+@pytest.fixture(params=CHECKED)
+def pretrained(request):
+    """A folder to export."""
+    model = shaken(**{'block_size': 64, **CHECKED[request.param]})
+    return exported(Path('in'), model, CHAT if request.param == 'chat' else BYTES)
+
+
+def change_exports(monkeypatch, change):
+    """change(folder) happens to each folder that export.py has just written."""
+    def write_and_change(folder, *rest):
+        architecture = write_hf(folder, *rest)
+        change(folder)
+        return architecture
+    monkeypatch.setattr(export, 'write_hf', write_and_change)
+
+
+def negate_layer(folder):
+    path = folder / 'model.safetensors'
+    weights = {name: -w if '.1.' in name else w for name, w in load_file(path).items()}
+    save_file(weights, path, metadata={'format': 'pt'})
+
+
+def test_what_transformers_computes_otherwise_is_not_exported(pretrained, capsys, monkeypatch):
+    change_exports(monkeypatch, negate_layer)
+    assert 'transformers' in fails(capsys, monkeypatch, export.main, f'--init_from={pretrained}',
+                                   '--dest=out')
+    assert [*Path().iterdir()] == [pretrained]
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_what_transformers_computes_alike_is_exported(dtype, pretrained, hub, capsys):
+    export.main([f'--init_from={pretrained}', '--dest=out', f'--dtype={dtype}'])
+    assert not hub.requests  # it was opened without the network
+    assert not capsys.readouterr().err
+    assert Path('out/README.md').exists()
+
+
+def test_an_export_whose_cache_transformers_does_not_use_is_refused(capsys, monkeypatch):
+    def ignore_cache(folder):
+        code = (folder / 'remote_code.py').read_text()
+        assert 'if cache is None' in code
+        (folder / 'remote_code.py').write_text(code.replace('if cache is None', 'if True'))
+
+    folder = exported(Path('in'), shaken(block_size=64, conv=3))
+    change_exports(monkeypatch, ignore_cache)
+    fails(capsys, monkeypatch, export.main, f'--init_from={folder}', '--dest=out')
+    assert [*Path().iterdir()] == [folder]
+
+
+def test_an_export_says_if_it_was_not_compared(capsys, monkeypatch):
+    folder = exported(Path('in'), shaken(block_size=64))
+    monkeypatch.setitem(sys.modules, 'transformers', None)  # as if it were not installed
+    export.main([f'--init_from={folder}', '--dest=out'])
+    assert 'transformers 5' in capsys.readouterr().out
+    assert Path('out/model.safetensors').exists()
 
 
 @pytest.fixture
@@ -170,10 +276,10 @@ def test_the_card_of_an_export_has_the_facts_of_the_run(exported_run, char_data)
 
 @pytest.mark.parametrize('kind', [
     'char', 'byte', 'bpe:700', pytest.param('gpt2', marks=pytest.mark.slow)])
-def test_an_exported_tokenizer_agrees_in_transformers(kind, text_file, tmp_path, request):
+def test_an_exported_tokenizer_agrees_in_transformers(kind, text_file, tmp_path):
     from transformers import AutoTokenizer
     text = text_file.read_text(encoding='utf-8')
-    ours = tokenizer_of(kind, request, [text, *STRANGE])
+    ours = make_tokenizer(kind, [text, *STRANGE])
     theirs = AutoTokenizer.from_pretrained(
         exported(tmp_path / 'a', shaken(vocab_size=ours.vocab_size), ours))
     assert theirs.eos_token_id == ours.end_of_text
@@ -183,5 +289,8 @@ def test_an_exported_tokenizer_agrees_in_transformers(kind, text_file, tmp_path,
         assert theirs.decode(ids) == piece
     if ours.end_of_text is not None:
         assert theirs.encode('a<|endoftext|>')[-1] == ours.end_of_text
-    if kind == 'gpt2':
-        assert hf_tokenizer(ours)['model']['merges'][-1] == 'Ġg azed'  # as it is published
+
+
+@pytest.mark.slow
+def test_the_merges_of_gpt2_are_as_published(real_gpt2):
+    assert hf_tokenizer(tokenizers.GPT2Tokenizer())['model']['merges'][-1] == 'Ġg azed'

@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from foreign_models import KINDS, STRANGE, THINKING, save_model, save_tokenizer
+from foreign_models import KINDS, STRANGE, THINKING, save_gpt2, save_model, save_tokenizer
 from processes import fails
-from sample_data import ask
+from sample_data import SHARED, ask
 
 import export
 import prepare
+import sample
 from plaingpt.data import tokenizers
 from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, as_chat
 from plaingpt.data.dataset import open_dataset
@@ -117,6 +118,136 @@ def test_a_template_that_cannot_be_used_is_replaced(template, tmp_path, capsys):
     assert chat.template == PLAIN_TEMPLATES['chatml']
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert not Path('hacked').exists()
+
+
+# -----------------------------------------------------------------------------
+# vocab.json and merges.txt
+
+
+OLD = {'<|endoftext|>': 0, '<s>': 1}  # tokens that training adds to the vocabulary
+BESIDE = {  # files beside vocab.json and merges.txt
+    'nothing': {},
+    'names': {'special_tokens_map.json': {'bos_token': '<s>', 'eos_token': {
+        'content': '<s>', 'lstrip': False, 'rstrip': False, 'normalized': True}}},
+    'config': {'tokenizer_config.json': {'tokenizer_class': 'GPT2Tokenizer', 'unk_token': '[U]',
+                                         'add_prefix_space': False, 'model_max_length': 64}},
+    'added': {'added_tokens.json': {'<|user|>': 400, '<plain>': 401},
+              'special_tokens_map.json': {'additional_special_tokens': ['<|user|>']}},
+    'decoder': {'tokenizer_config.json': {'added_tokens_decoder': {'400': {
+        'content': '<|user|>', 'lstrip': False, 'rstrip': False, 'normalized': False,
+        'single_word': False, 'special': True}}}}}
+
+
+def save_vocabulary(folder, beside='nothing', model_type='gpt2', vocab_size=512):
+    """The tokenizer of a GPT-2 in another language, as it was published before tokenizer.json."""
+    from tokenizers import ByteLevelBPETokenizer
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator(['Où êtes-vous ? À Genève, où il pleut. ' * 9, *TEXTS], 400,
+                             special_tokens=[*OLD], show_progress=False)
+    folder.mkdir(exist_ok=True)
+    made.save_model(str(folder))
+    files = {'config.json': {'model_type': model_type, 'vocab_size': vocab_size}, **BESIDE[beside]}
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize('beside', BESIDE)
+def test_vocab_and_merges_of_a_gpt2_are_read_as_in_transformers(beside, tmp_path):
+    folder = save_vocabulary(tmp_path / 'old', beside)
+    ours, theirs = opened(folder), in_transformers(folder)
+    for text in [*TEXTS, 'Où êtes-vous']:
+        ids = ours.encode(text).tolist()
+        assert ids == theirs.encode(text, add_special_tokens=False)
+        assert ours.decode(ids) == text
+    assert len(ours.encode('Où êtes-vous')) < 8
+    added = {'added': {'<|user|>': 400}, 'decoder': {'<|user|>': 400}, 'names': {'<s>': 1}}
+    assert ours.control_tokens == {'<|endoftext|>': 0, **added.get(beside, {})}
+    assert ours.stop_ids == {0, 1} if beside == 'names' else {0}
+    if beside == 'added':
+        assert ours.encode('a<plain>').tolist()[-1] == 401
+
+
+def test_a_description_of_vocab_and_merges_is_the_same_each_time(tmp_path):
+    folder = save_vocabulary(tmp_path / 'old')
+    assert read_tokenizer(folder) == read_tokenizer(folder)
+    ids = json.loads(read_tokenizer(folder)['files']['tokenizer.json'])['model']['vocab'].values()
+    assert [*ids] == sorted(ids)  # the package gives them in an order that differs each time
+
+
+def test_vocab_and_merges_of_gpt2_itself_are_gpt2(tmp_path, gpt2_tokenizer):
+    for path in (SHARED / 'tiktoken_cache').iterdir():
+        name = 'vocab.json' if path.read_bytes().startswith(b'{') else 'merges.txt'
+        (tmp_path / name).write_bytes(path.read_bytes())
+    (tmp_path / 'config.json').write_text('{"model_type": "gpt2", "vocab_size": 50257}')
+    description = read_tokenizer(tmp_path)
+    assert tokenizers.vocabulary_of(description) == {'kind': 'gpt2'}
+    theirs, ours = (tokenizers.from_json(each) for each in (description, {'kind': 'gpt2'}))
+    for text in TEXTS:
+        assert theirs.encode(text).tolist() == ours.encode(text).tolist()
+
+
+def put(folder, name, content):
+    (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+UNKNOWN = {  # files → what the error names
+    'sentencepiece': ({'tokenizer.model': 'x'}, 'tokenizer.model'),
+    'T5': ({'spiece.model': 'x'}, 'spiece.model'), 'BERT': ({'vocab.txt': '[PAD]'}, 'vocab.txt'),
+    'no merges': ({'vocab.json': {'a': 0}}, 'vocab.json'),
+    'only a configuration': ({'tokenizer_config.json': {}}, 'tokenizer_config.json'),
+    'tiktoken': ({'qwen.tiktoken': ''}, 'qwen.tiktoken'),
+    'RoBERTa': ({'vocab.json': {'a': 0}, 'merges.txt': '',
+                 'tokenizer_config.json': {'tokenizer_class': 'RobertaTokenizer'}}, 'merges.txt')}
+
+
+@pytest.mark.parametrize('kind', UNKNOWN)
+def test_a_tokenizer_of_another_kind_is_not_taken_for_gpt2s(kind, tmp_path, capsys, monkeypatch):
+    files, name = UNKNOWN[kind]
+    save_gpt2(Path('in'), vocab_size=50257, n_positions=8, n_layer=1, n_head=1, n_embd=4)
+    Path('in/tokenizer.json').unlink(missing_ok=True)
+    Path('in/tokenizer_config.json').unlink(missing_ok=True)
+    for file, content in files.items():
+        put(Path('in'), file, content)
+    line = fails(capsys, monkeypatch, sample.main, '--init_from=in', '--device=cpu')
+    assert name in line and '--tokenizer' in line
+    line = fails(capsys, monkeypatch, prepare.main, 'text', __file__, '--tokenizer=in')
+    assert name in line
+
+
+def test_a_qwen_with_vocab_and_merges_is_not_taken_for_a_gpt2(tmp_path):
+    assert read_tokenizer(save_vocabulary(tmp_path / 'old', model_type='qwen2')) is None
+
+
+def test_a_model_without_a_tokenizer_says_that_gpt2s_is_used(tmp_path, capsys, gpt2_tokenizer):
+    save_gpt2(tmp_path, vocab_size=50257, n_positions=8, n_layer=1, n_head=1, n_embd=4)
+    for path in tmp_path.glob('tokenizer*'):
+        path.unlink()
+    _, tokenizer, _ = load(ModelChoice(str(tmp_path)))
+    assert tokenizer.to_json() == {'kind': 'gpt2'}
+    [line] = capsys.readouterr().out.splitlines()
+    assert '--tokenizer' in line
+
+
+BROKEN = {
+    'a merge without its token': {'merges.txt': 'Z Z Z'}, 'no object': {'vocab.json': '[]'},
+    'not a byte-level BPE': {'vocab.json': {'日': 0, 'a</w>': 1}, 'merges.txt': ''},
+    'two tokens with an id': {'added_tokens.json': {'<|user|>': 5}},
+    'a token with two ids': {'added_tokens.json': {'a': 400}},
+    'more tokens than the model': {'added_tokens.json': {'<|user|>': 600}}}
+
+
+@pytest.mark.parametrize('name', BROKEN)
+def test_a_broken_vocabulary_is_refused_in_a_line(name, tmp_path, capsys, monkeypatch):
+    folder = save_vocabulary(tmp_path / 'old')
+    for file, content in BROKEN[name].items():
+        put(folder, file, content)
+    assert 'old' in fails(capsys, monkeypatch, prepare.main, 'text', __file__,
+                          f'--tokenizer={folder}', '--data_dir=d')
+
+
+# -----------------------------------------------------------------------------
+# datasets and exports
 
 
 def test_a_dataset_knows_the_bytes_of_its_tokens(folder, text_file, tmp_path):

@@ -16,7 +16,6 @@ import export
 from plaingpt.data import tokenizers
 from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, TEMPLATE
 from plaingpt.data.foreign_tokenizer import read_tokenizer
-from plaingpt.data.tokenizer_choice import make_tokenizer
 from plaingpt.inference.gguf_export import write_gguf
 from plaingpt.inference.hf_export import write_hf
 from plaingpt.system.errors import UserError
@@ -37,12 +36,6 @@ def read(path):
     tensors = {t.name: (t.tensor_type.name, gguf.dequantize(t.data, t.tensor_type).copy())
                for t in reader.tensors}
     return tensors, {key: field.contents() for key, field in reader.fields.items()}
-
-
-def tokenizer_of(kind, request, texts):
-    if kind == 'gpt2':
-        request.getfixturevalue('gpt2_tokenizer')
-    return make_tokenizer(kind, texts)
 
 
 def learned(model, ids, steps):

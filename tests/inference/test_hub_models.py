@@ -39,12 +39,6 @@ def small(hub, monkeypatch):
     return put
 
 
-@pytest.fixture
-def gpt2(small, gpt2_tokenizer):
-    """A small gpt2 with GPT-2's own tokenizer."""
-    return small('gpt2', vocab_size=50257)
-
-
 def test_each_name_of_openai_opens_as_in_transformers(small):
     for n_layer, name in enumerate(PRETRAINED, 1):
         theirs = small(name, n_layer=n_layer)
@@ -74,7 +68,8 @@ def test_every_command_takes_a_model_by_its_name(name, hub, small, text_file, ca
         assert same_logits(model, theirs, tokens(400, 2, 64))
 
 
-def test_tokens_of_the_gpt2_tokenizer_are_those_of_gpt2_on_the_hub(gpt2):
+def test_tokens_of_the_gpt2_tokenizer_are_those_of_gpt2_on_the_hub(real_gpt2, small):
+    small('gpt2', vocab_size=50257)
     assert open_pretrained('gpt2').tokenizer_json() == {'kind': 'gpt2'}
     description = open_pretrained('openai-community/gpt2').tokenizer_json()
     assert vocabulary_of(description) == {'kind': 'gpt2'}

@@ -1,7 +1,7 @@
 """llama.cpp makes of our files what we make of our models.
 
-It comes in llama-cpp-python, which pip builds from source in half an hour; without it, these tests
-are skipped.
+It comes in llama-cpp-python, which pip builds from source in half an hour: make test-slow skips
+these tests without it, and make test does not know them.
 """
 
 from contextlib import closing
@@ -9,15 +9,23 @@ from contextlib import closing
 import pytest
 import torch
 from foreign_models import STRANGE, shaken
-from sample_data import CHAT, shared_file
+from sample_data import CHAT
 from test_chat_export import ANSWER, KNOWN_BY_HEART, model  # noqa: F401  (model is a fixture)
-from test_gguf import LLAMA, QWEN3, learned, tokenizer_of, written
+from test_gguf import LLAMA, QWEN3, learned, written
 
-llama_cpp = pytest.importorskip('llama_cpp', reason='llama-cpp-python is not installed')
+from plaingpt.data.tokenizer_choice import make_tokenizer
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def installed():
+    pytest.importorskip('llama_cpp', reason='llama-cpp-python is not installed')
 
 
 def opened(path):
     """The model in llama.cpp, with a cache of keys and values in float32 as ours."""
+    import llama_cpp
     return closing(llama_cpp.Llama(
         str(path), n_ctx=256, logits_all=True, verbose=False, n_threads=1, n_threads_batch=1,
         type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32))
@@ -44,14 +52,11 @@ def test_llama_cpp_gives_our_logits(tmp_path, flags, text_file):
         check(ours, theirs, text, 20)
 
 
-@pytest.mark.parametrize('kind', ['byte', 'bpe:700',
-                                  pytest.param('gpt2', marks=pytest.mark.slow)])
-def test_llama_cpp_encodes_text_as_we_do(
-        tmp_path, kind, text_file, request):
+@pytest.mark.parametrize('kind', ['byte', 'bpe:700', 'gpt2'])
+def test_llama_cpp_encodes_text_as_we_do(tmp_path, kind, text_file):
     code = text_file.read_text(encoding='utf-8')
-    tokenizer = tokenizer_of(kind, request, [code])
-    texts = [code[:20_000], shared_file('wikitext2_valid.txt').read_text(encoding='utf-8')[:20_000],
-             *STRANGE, 'x<|endoftext|>y<|padding|> </s><s><|im_end|><EOT>']
+    tokenizer = make_tokenizer(kind, [code])
+    texts = [code[:20_000], *STRANGE, 'x<|endoftext|>y<|padding|> </s><s><|im_end|><EOT>']
     end = tokenizer.end_of_text
     path = written(tmp_path, shaken(tokenizer.vocab_size), tokenizer)
     with opened(path) as theirs:

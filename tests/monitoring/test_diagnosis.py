@@ -1,13 +1,16 @@
 """What is said of runs that go wrong, and that healthy ones give no alarm."""
 
 import math
+from functools import partial
 
 import pytest
+import torch
 from processes import options
 
 import train
 from plaingpt.monitoring.diagnosis import CHECKS, diagnose
 from plaingpt.monitoring.run_record import read_rows, read_run
+from plaingpt.training.optimizers import build_optimizer
 
 # -----------------------------------------------------------------------------
 # rows of metrics
@@ -33,7 +36,8 @@ def healthy_rows():
                 'weight_norm/h.0': 1 + i / 300, 'update_ratio/h.0': 2e-3,
                 'attention_logit/h.0': 5.0}.items()}})
         if i % 30 == 0:
-            rows.append({**at, 'train_loss': loss, 'val_loss': loss + 0.1, 'val_bpb': 2.0})
+            rows.append({**at, 'train_loss': loss, 'val_loss': loss + 0.1, 'val_bpb': 2.0,
+                         'missed_steps': None, 'lost_states': None})
     return rows
 
 
@@ -54,6 +58,9 @@ WRONG = [
     ('no_gradient', 30, {'health/grad_norm/h.1': lambda i, x: 0.0}),
     ('no_gradient', 30, {'health/grad_norm/h.1': lambda i, x: 1e-5}),
     ('overfit', 210, dict(val_loss=lambda i, x: x + max(0, i - 150) / 200)),
+    ('optimizer_misused', 60, dict(missed_steps=lambda i, x: -i or x)),
+    ('optimizer_misused', 60, dict(missed_steps=lambda i, x: i // 2 or x)),
+    ('optimizer_misused', 300, dict(lost_states=lambda i, x: 1 if i > 200 else x)),
     ('implausible', 30, dict(val_bpb=lambda i, x: 0.2 if i else x)),
 ]
 
@@ -113,6 +120,59 @@ def test_a_run_says_once_what_goes_wrong(diagnosed, capsys):
     out = capsys.readouterr().out
     assert out.count('diagnosis: ') == 1
     assert out.index('diagnosis: ') < out.index('iter 90 |')  # while it trains
+
+
+def step_again(run, update, lr):
+    grad_norm = update(lr)
+    run.step.optimizer.step()
+    return grad_norm
+
+
+def clear_state(run, update, lr):
+    run.step.optimizer.state.clear()
+    return update(lr)
+
+
+def clear_each_state_at_times(run, update, lr):
+    for state in run.step.optimizer.state.values():
+        if run.progress.iter_num % 5 == 4:
+            state.clear()
+    return update(lr)
+
+
+def skip_half(run, update, lr):
+    return update(lr) if run.progress.iter_num % 2 else torch.zeros(())
+
+
+def build_again(run, update, lr):
+    run.step.optimizer = build_optimizer(run.model, run.config)
+    return update(lr)
+
+
+def overflow_at_times(run, update, lr):  # no mistake: such steps are skipped, and counted
+    if run.progress.iter_num % 5 == 4:
+        next(run.model.parameters()).grad.fill_(math.inf)
+    return update(lr)
+
+
+SGD = dict(optimizer='sgd', learning_rate=0.1)
+
+
+@pytest.mark.parametrize('change, settings, is_wrong', [
+    (step_again, {}, True), (clear_state, SGD, True),
+    (clear_each_state_at_times, {'optimizer': 'muon'}, True), (skip_half, {}, True),
+    (build_again, SGD, True), (overflow_at_times, {}, False), (overflow_at_times, SGD, False)])
+def test_a_loop_that_misuses_its_optimizer_is_named(change, settings, is_wrong, diagnosed,
+                                                    monkeypatch):
+    loop = train.train
+
+    def changed(run, monitor):
+        run.step.update = partial(change, run, run.step.update)
+        return loop(run, monitor)
+    monkeypatch.setattr(train, 'train', changed)
+    names = diagnosed(max_iters=12, lr_decay_iters=12, warmup_iters=2, eval_interval=6,
+                      n_layer=1, batch_size=2, eval_iters=1, **settings)
+    assert ('optimizer_misused' in names) == is_wrong
 
 
 @pytest.mark.parametrize('settings', [dict(max_iters=120, lr_decay_iters=120), *(

@@ -25,7 +25,7 @@ RECORD = dict(compile=False, train_tokens=10**6, from_scratch=True, data={}, con
 def new(out_dir, processes=1):
     return Metrics(SimpleNamespace(
         config=replace(CONFIG, out_dir=str(out_dir)),
-        train_data=Mock(tokens_before=lambda iter_num: 100 * iter_num),
+        train_data=Mock(tokens_before=lambda iter_num: 100 * iter_num), clock=Mock(),
         model=Mock(flops_per_token=lambda: 10**9), device=torch.device('cpu'), dtype='float32',
         scaler=torch.amp.GradScaler('cpu', enabled=False),
         world=SimpleNamespace(size=processes, is_main=True)), RECORD, bytes_per_token=4.0)

@@ -46,6 +46,15 @@ def test_an_interrupted_run_is_reported_where_it_stands(tiny, tmp_path, monkeypa
     assert 'SIGTERM' in text
 
 
+def test_a_last_loss_that_is_not_finite_is_not_passed_over(trained):
+    rows, record = read_rows(trained / 'metrics.jsonl'), read_run(trained)
+    *_, before, last = (row for row in rows if 'val_loss' in row)
+    last.update(val_loss=None, val_loss_stderr=None)
+    progress, *_ = run_report.describe('out', rows, record)
+    assert 'loss not finite' in progress
+    assert progress.count(f'{before["val_loss"]:.4f}') == 1  # as the best
+
+
 # -----------------------------------------------------------------------------
 # curves
 
@@ -79,17 +88,35 @@ def labels(axes):
     return {text.get_text() for text in axes.get_legend().get_texts()}
 
 
-def test_a_run_is_one_picture_of_all_that_was_logged(drawn):
+def test_a_run_is_one_picture_with_its_losses_and_reference(drawn):
     rows = run([10.0, 9.0] + [3 - i / 100 for i in range(98)])
-    losses, *others = drawn([('out', rows)], [(230, 2.0, 2.5), (460, 1.5, 1.8)])
-    for loss in '2.030', '1.940':
+    losses, *_ = drawn([('out', rows)], [(230, 2.0, 2.5), (460, 1.5, 1.8)])
+    for loss in '2.030', '1.940', '1.830':
         assert any(loss in label for label in labels(losses))
     [band] = [each for each in losses.collections if each.get_label().startswith('reference')]
     assert set(band.get_paths()[0].vertices.T[0]) == {230, 460}
-    n_lines = dict(zip(run_report.PANELS.values(), (len(axes.lines) for axes in others),
-                       strict=True))
-    assert n_lines['lr'] == 1
-    assert n_lines['health/update_ratio/h.'] == 2
+
+
+OWN = {'aux_loss': -0.5, 'mfu': 0.4, 'own_acc': 0.2, 'own_group_acc_norm': 0.3, 'own_questions': 9,
+       'router/load': 0.7, 'router/entropy/h.0': 0.0, 'router/entropy/h.11': 1e-9, 'cost$': 3,
+       'health/grad_norm/wte': 0.6, 'health/grad_norm/value_embedding.1': 1.5, 'is_odd': True}
+
+
+@pytest.mark.parametrize('names', [['out'], ['out', 'other']])
+def test_every_number_that_was_logged_has_a_curve(names, drawn):
+    rows = run([5.0, 4.0, 3.5])
+    for i, row in enumerate(rows):
+        if 'lr' in row:
+            row |= {key: value * (1 + i) for key, value in OWN.items()}
+        if 'val_loss' in row:
+            row |= {'ratio': 0.4 + i, 'ratio_stderr': 0.01, 'sample': 'text'}
+    curves = [[*map(float, line.get_ydata())] for axes in drawn([(name, rows) for name in names])
+              for line in axes.lines]
+    for key in {key for row in rows for key in row} - {'iter', 'tokens', 'elapsed_s', 'sample'}:
+        if key.endswith('_stderr') or (len(names) > 1 and key.rpartition('.')[2].isdecimal()):
+            continue  # error bars, and the median of the blocks
+        values = [float(row[key]) for row in rows if row.get(key) is not None]
+        assert curves.count(values) >= len(names), key
 
 
 def test_runs_of_different_tokenizers_are_compared_by_bits_per_byte(drawn):

@@ -1,3 +1,6 @@
+import shutil
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
@@ -5,6 +8,7 @@ from processes import fails
 
 import sample
 import train
+from plaingpt.system import devices
 from plaingpt.system.devices import (
     PEAKS,
     choose_compile,
@@ -60,11 +64,19 @@ def test_a_gpu_that_triton_cannot_compile_for_runs_eagerly(capability, has_trito
     assert reason in why
 
 
-def test_compile_is_the_default_on_a_gpu_only(gpu):
+def test_compile_is_the_default_on_a_gpu_only(gpu, monkeypatch):
+    monkeypatch.setattr(devices, 'build_problem', lambda device: None)
     gpu()
     assert choose_compile('auto', GPU)[0] is True
     assert choose_compile('auto', CPU)[0] is False
     assert choose_compile(True, CPU)[0] is True
+
+
+@pytest.mark.skipif(not shutil.which('g++') or not Path(
+    sysconfig.get_path('include'), 'Python.h').exists(), reason='needs g++ and the Python headers')
+def test_a_compiler_is_found(monkeypatch):
+    monkeypatch.delenv('CXX', raising=False)
+    assert devices.build_problem(CPU) is None
 
 
 @pytest.mark.parametrize('problem', ['no compiler', 'a compiler that fails', 'no cache'])
@@ -81,6 +93,8 @@ def test_a_machine_that_cannot_compile_runs_eagerly_or_names_the_fix(
         monkeypatch.setenv('CC', 'false')
     else:
         (tmp_path / 'file').touch()
+        for variable in fixes.values():
+            monkeypatch.setenv(variable, 'true')  # which is found
         monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path / 'file'))
         fixes = dict.fromkeys(fixes, 'TORCHINDUCTOR_CACHE_DIR')
     gpu()

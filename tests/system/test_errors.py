@@ -1,5 +1,6 @@
 """How a script ends, and what it says while its output has a reader and when that has gone."""
 
+import io
 import os
 import pty
 import signal
@@ -21,6 +22,42 @@ def test_each_mistake_is_one_line_before_exit_code_2(capsys):
     with pytest.raises(SystemExit, match='2'):
         run_script(main)
     assert capsys.readouterr().err == 'error: one\nerror: two\n'
+
+
+class Stream(io.TextIOWrapper):
+    """A stream on a code page that lacks most letters, of a terminal or of a file."""
+
+    def __init__(self, is_terminal=False, content=''):
+        super().__init__(io.BytesIO(content.encode()), 'ascii')
+        self.isatty = lambda: is_terminal
+
+
+def printed(monkeypatch, is_terminal):
+    """The bytes of a line on stdout and one on stderr."""
+    streams = {name: Stream(is_terminal) for name in ('stdout', 'stderr')}
+    for name, stream in streams.items():
+        monkeypatch.setattr(sys, name, stream)
+
+    def main(_):
+        print('größer 中')
+        raise UserError('größer 中')
+    with pytest.raises(SystemExit, match='2'):
+        run_script(main)
+    return [stream.buffer.getvalue() for stream in streams.values()]
+
+
+def test_output_to_a_file_is_utf8_on_every_code_page(monkeypatch):
+    assert printed(monkeypatch, False) == ['größer 中\n'.encode(), 'error: größer 中\n'.encode()]
+
+
+def test_a_terminal_that_lacks_a_letter_shows_a_question_mark(monkeypatch):
+    assert printed(monkeypatch, True) == [b'gr??er ?\n', b'error: gr??er ?\n']
+
+
+def test_input_from_a_file_is_utf8_on_every_code_page(monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'stdin', Stream(content='größer 中\n'))
+    run_script(lambda _: print(input()))
+    assert capsys.readouterr().out == 'größer 中\n'
 
 
 def test_an_error_of_the_system_names_the_file(tmp_path, capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import statistics
 from contextlib import nullcontext
 
@@ -12,6 +13,7 @@ from foreign_models import shaken, tokens
 from runs import lines
 
 import evaluate
+import plan
 import prepare
 import train
 from plaingpt.data.batches import BatchLoader
@@ -59,6 +61,41 @@ def test_the_loss_of_a_mixture_is_the_weighted_mean_of_the_corpora(tiny, data, t
     scores = json.loads((tmp_path / 'scores.json').read_text())['results']['val']
     assert 0.3 * scores['code']['loss'] + 0.7 * scores['prose']['loss'] == pytest.approx(
         lines(tmp_path / 'out', 'val_loss')[-1]['val_loss'], abs=0.002)
+
+
+def about_the_data(out):
+    """The lines that describe the data of a run."""
+    return [line.strip() for line in out.splitlines()
+            if 'tokens per step' in line or 'conversations in' in line]
+
+
+@pytest.mark.parametrize('settings', [
+    ['--dataset=code:0.3,prose:0.7', '--gradient_accumulation_steps=6'],
+    ['--dataset=chat', '--block_size=48', '--document_attention=True'],
+    ['--batch_size=auto', '--total_batch_size=192'],
+    ['--check=overfit'], ['--minutes=2'], ['--init_from=resume', '--batch_size=2']], ids=str)
+def test_a_plan_says_of_the_data_what_the_run_says(settings, tiny, data, trained, capsys,
+                                                   monkeypatch):
+    monkeypatch.setattr(plan, 'CHECKPOINT_MODES', [])  # fewer traces
+    if '--init_from=resume' in settings:
+        shutil.copytree(trained, 'out')
+    words = [word for word in [*tiny, *settings] if '--minutes=2' not in settings
+             or not word.startswith(('--max_iters', '--lr_decay_iters'))]
+    train.main([*words, '--eval_only'])
+    run = about_the_data(capsys.readouterr().out)
+    plan.main(words)
+    planned = capsys.readouterr().out
+    assert run == about_the_data(planned)
+    assert ('time: 2m00s, about' in planned) == ('--minutes=2' in settings)
+
+
+def test_a_plan_of_a_resumed_run_is_of_what_is_left(tiny, trained, capsys, monkeypatch):
+    monkeypatch.setattr(plan, 'CHECKPOINT_MODES', [])
+    shutil.copytree(trained, 'out')
+    plan.main([*tiny, '--init_from=resume', '--max_iters=10'])
+    out = capsys.readouterr().out
+    assert '4 iterations' in out
+    assert f'{10 * 128 / 1000:.2f}k in total' in out
 
 
 def test_a_run_on_a_mixture_tells_its_epochs_of_each_corpus(tiny, data, capsys):

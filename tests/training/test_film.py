@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from processes import launch
+from processes import PATIENCE_S, launch
 from runs import TINY, model_of
 
 import plot
@@ -135,7 +135,7 @@ def test_a_browser_shows_the_page(page, tmp_path, width):
     done = subprocess.run(
         [browser, '--headless', '--no-sandbox', '--disable-gpu', f'--window-size={width},900',
          f'--user-data-dir={tmp_path}/profile', '--dump-dom', f'file://{tmp_path}/told.html'],
-        capture_output=True, text=True, timeout=120)
+        capture_output=True, text=True, timeout=PATIENCE_S)
     [title] = re.findall('<title>(.*?)</title>', done.stdout)
     at, moves, sample, is_text, guesses, large, fits = json.loads(
         title.replace('&lt;', '<').replace('&gt;', '>').replace('&amp;', '&'))

@@ -134,6 +134,22 @@ def test_a_matrix_moves_as_with_torchs_muon(muon_in_float32, monkeypatch):
             assert (p - q).norm() < 1e-3 * (q - old).norm()
 
 
+@pytest.mark.parametrize(('bfloat16', 'tolerance'), [(True, 0.05), (False, 1e-4)])
+def test_muon_turns_a_rounding_error_of_gradients_into_a_small_part_of_an_update(
+        bfloat16, tolerance, monkeypatch):
+    # which is why runs on other numbers of processes have slightly other weights
+    monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda: bfloat16)
+    (model, optimizer), (other_model, other) = made(), made()
+    before = copies(model.parameters())
+    gradients(model)
+    for p, q in zip(model.parameters(), other_model.parameters(), strict=True):
+        q.grad = p.grad * (1 + 2**-23)
+    optimizer.step()
+    other.step()
+    for p, q, old in zip(model.parameters(), other_model.parameters(), before, strict=True):
+        assert (p - q).norm() <= tolerance * (p - old).norm()
+
+
 @pytest.mark.parametrize(('name', 'theirs'), [
     ('adamw', lambda p: torch.optim.AdamW(p, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)),
     ('sgd', lambda p: torch.optim.SGD(p, lr=6e-4, momentum=0.95, nesterov=True, weight_decay=0.1))])

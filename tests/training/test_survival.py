@@ -11,6 +11,7 @@ import sys
 from itertools import pairwise
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from processes import ROOT, exit_code, fails, fork, fork_job, launch, run
 from runs import change_steps, lines, same, weights
@@ -126,8 +127,7 @@ def test_a_job_restarts_after_a_killed_worker(tiny, tmp_path):
     process = subprocess.Popen([sys.executable, *command], text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert any('iter 20' in line for line in process.stdout)
-    workers = subprocess.run(['pgrep', '-P', str(process.pid)], capture_output=True, text=True)
-    os.kill(int(workers.stdout.split()[-1]), signal.SIGKILL)
+    psutil.Process(process.pid).children()[-1].kill()
     out = process.stdout.read()
     assert process.wait() == 0 and 'resumed from' in out, out
     assert checkpoints.find(tmp_path / 'out').iter_num == 60

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, GPTConfig
-from plaingpt.training.loss import MIN_LOGITS, chunk_size, loss_in_chunks, loss_of_chunk
+from plaingpt.training.loss import MIN_LOGITS, chunk_size, compute_loss_in_chunks, loss_in_chunks
 
 SMALL = GPTConfig(block_size=16, vocab_size=250, n_layer=1, n_head=2, n_embd=16)
 
@@ -68,9 +68,10 @@ def test_an_edit_of_the_loss_trains_in_chunks_as_without(edit, compiled, monkeyp
     model = make()
     plain = loss_and_gradients(model, model)
     torch._dynamo.reset()
-    loss_of = torch.compile(loss_of_chunk, backend='aot_eager') if compiled else loss_of_chunk
-    model.loss_in_chunks = partial(loss_in_chunks, chunk=24, loss_of=loss_of)
-    call = torch.compile(model, backend='aot_eager') if compiled else model
+    monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend='aot_eager'))
+    compute_loss_in_chunks(model, compiled)
+    model.loss_in_chunks = partial(model.loss_in_chunks, chunk=24)
+    call = torch.compile(model) if compiled else model
     torch.testing.assert_close(loss_and_gradients(model, call), plain)
     assert edit == 'none' or abs(plain[0] - unedited) > 0.01
 

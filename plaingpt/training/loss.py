@@ -11,8 +11,10 @@ CHUNK_SIZES = 2048, 4096, 8192  # tokens, on other devices
 
 def compute_loss_in_chunks(model, compile=False):
     """Make GPT.forward compute its loss with loss_in_chunks; compile: with torch.compile."""
-    loss_of = torch.compile(loss_of_chunk) if compile else loss_of_chunk
-    model.loss_in_chunks = partial(loss_in_chunks, loss_of=loss_of)
+    model.loss_in_chunks = loss_in_chunks
+    if compile:  # torch.autograd.grad is not traced: chunks are compiled instead
+        model.loss_in_chunks = partial(loss_in_chunks, loss_of=torch.compile(loss_of_chunk),
+                                       sum_of=torch.compiler.disable(sum_of_chunks))
 
 
 def chunk_size(tokens, vocab_size, device_type):
@@ -32,20 +34,6 @@ def loss_of_chunk(model, x, targets):
     return model.loss(model.logits(x), targets)
 
 
-def loss_in_chunks(model, x, targets, chunk=None, loss_of=loss_of_chunk):
-    """model.loss(model.logits(x), targets), computed for one chunk of tokens at a time. The forward
-    pass computes logits, loss and gradients of a chunk, so nothing is recomputed.
-
-    x (B, T, C); targets (B, T); chunk: number of tokens, or None for chunk_size()
-    loss_of: loss_of_chunk, perhaps compiled"""
-    x, targets = x.flatten(0, -2), targets.flatten()  # (N, C), (N,)
-    chunk = chunk or chunk_size(len(x), model.config.vocab_size, x.device.type)
-    if chunk >= len(x):
-        return loss_of(model, x, targets)
-    return sum_of_chunks(model, x, targets, chunk, loss_of)
-
-
-@torch.compiler.disable  # it cannot trace torch.autograd.grad
 def sum_of_chunks(model, x, targets, chunk, loss_of):
     if torch.is_grad_enabled():
         parameters = [p for name, p in model.named_parameters()
@@ -54,6 +42,18 @@ def sum_of_chunks(model, x, targets, chunk, loss_of):
     losses = [loss_of(model, x_i, targets_i)
               for x_i, targets_i in zip(x.split(chunk), targets.split(chunk), strict=True)]
     return torch.stack(losses).sum()
+
+
+def loss_in_chunks(model, x, targets, chunk=None, loss_of=loss_of_chunk, sum_of=sum_of_chunks):
+    """model.loss(model.logits(x), targets), computed for one chunk of tokens at a time. The forward
+    pass computes logits, loss and gradients of a chunk, so nothing is recomputed.
+
+    x (B, T, C); targets (B, T); chunk: number of tokens, or None for chunk_size()"""
+    x, targets = x.flatten(0, -2), targets.flatten()  # (N, C), (N,)
+    chunk = chunk or chunk_size(len(x), model.config.vocab_size, x.device.type)
+    if chunk >= len(x):
+        return loss_of(model, x, targets)
+    return sum_of(model, x, targets, chunk, loss_of)
 
 
 class LossInChunks(torch.autograd.Function):

@@ -48,6 +48,7 @@ from plaingpt.system.files import make_writable
 from plaingpt.system.formatting import count_of
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.start import StartingPoint, resolve_minutes
+from train import build
 
 
 @dataclass
@@ -97,7 +98,7 @@ def measure_step(config, start, device):
     compile, _ = devices.choose_compile(config.compile, device)
     gpt_config, _, _ = planned_gpt_config(config, start)
     dtype, _ = devices.choose_dtype(config.dtype, device, gpt_config.n_embd, training=True)
-    return measure_speed(config, gpt_config, device, dtype, compile)
+    return measure_speed(build, gpt_config, config, device, dtype, compile)
 
 
 def variant_args(variants, config, argv):

@@ -32,7 +32,7 @@ from plaingpt.training.checkpoint import KEEP_NEWEST
 from plaingpt.training.progress import make_clock
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.start import StartingPoint, resolve_minutes
-from train import open_batches
+from train import build, open_batches
 
 COUNTED_DEPTHS = (100, 102)  # the parameters of deeper models are extrapolated from these
 
@@ -223,7 +223,7 @@ def main(argv):
     plan = print_memory(gpt_config, config, dtype, device.type, available)
     step_s = None
     if not config.gpu_memory_gb and config.processes == 1 and plan.total <= available:
-        step_s = estimate_step(gpt_config, config, device, dtype)
+        step_s = estimate_step(build, gpt_config, config, device, dtype)
     print_run(gpt_config, config, start, (tokens, source), step_s)
     between_steps = plan.phases['between steps']
     checkpoint = between_steps['weights'] + between_steps['optimizer']

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 
 from configurator import load_config, options_of
 from model import GPT
@@ -31,6 +32,7 @@ from plaingpt.system.distributed import (
     World,
     all_gather,
     check_shared,
+    full_tensor,
     gloo_group,
     launched_world,
     print0,
@@ -40,8 +42,9 @@ from plaingpt.system.errors import phase, run_script
 from plaingpt.system.files import lock_output_dir
 from plaingpt.system.formatting import command_for, count_of, quoted
 from plaingpt.training.attention import use_fast_attention
+from plaingpt.training.bad_steps import BadSteps
 from plaingpt.training.checkpoint import KEEP_NEWEST, Saver
-from plaingpt.training.evaluation import check_tasks, mean_loss, mixture_stderr
+from plaingpt.training.evaluation import check_tasks, evaluate
 from plaingpt.training.loss import compute_loss_in_chunks
 from plaingpt.training.memory import fit_to_memory
 from plaingpt.training.monitor import Monitor
@@ -63,7 +66,124 @@ from plaingpt.training.start import (
     resumed_eval_sequences,
     with_gpt_config,
 )
-from plaingpt.training.step import Step
+
+# -----------------------------------------------------------------------------
+# the step
+
+
+@dataclass
+class Step:
+    """A training step: the gradients of micro-batches, then an update of the weights. A step whose
+    loss or gradient is not finite changes nothing (BadSteps)."""
+
+    model: torch.nn.Module  # a GPT, perhaps compiled, and in DDP or FSDP
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    autocast: object  # context of the forward pass
+    grad_clip: float  # maximum gradient norm; 0: no clipping
+    micro_steps: int = 1  # micro-batches per step on this process
+
+    def __post_init__(self):
+        self.loss = None  # of the last forward_backward
+        self.bad_steps = BadSteps(self.scaler, next(self.model.parameters()).device)
+
+    def forward_backward(self, batches):
+        """Accumulate the gradients of the micro-batches. Return this process's mean loss, on the
+        device.
+
+        batches: yields (idx, targets), and each micro-batch then counts 1 / micro_steps. If some
+        tokens are masked, it yields (idx, targets, weight): weight is the micro-batch's share of
+        the step's unmasked tokens on all processes, times the number of processes, which cancels
+        the average over processes."""
+        self.loss = 0.0
+        for micro_step in range(self.micro_steps):
+            idx, targets, *weight = next(batches)
+            is_last = micro_step == self.micro_steps - 1
+            # DDP averages gradients only after the last micro-batch. FSDP must do it after each
+            # one, because a process stores only its shard of the gradient.
+            skip_sync = isinstance(self.model, DistributedDataParallel) and not is_last
+            with self.model.no_sync() if skip_sync else nullcontext():
+                with self.autocast:
+                    _, loss = self.model(idx, targets)
+                    loss = loss * weight[0] if weight else loss / self.micro_steps
+                self.scaler.scale(loss).backward()
+            self.loss += loss.detach()
+        return self.loss
+
+    def update(self, lr):
+        """Clip the gradient and update the weights, unless the step must be skipped. Return the
+        gradient norm before clipping. lr: from the schedule; each parameter group scales it."""
+        optimizer = self.optimizer
+        for group in optimizer.param_groups:
+            group['lr'] = lr * group['lr_scale']  # lr_scale: set by parameter_groups()
+        self.scaler.unscale_(optimizer)
+        max_norm = self.grad_clip or math.inf  # infinity: only measure the norm
+        grad_norm = full_tensor(clip_grad_norm_(self.model.parameters(), max_norm))
+        skip_step = self.bad_steps.must_skip(self.loss, grad_norm)  # 1.0 or 0.0, on the device
+        # Not scaler.step(): it checks only gradients, and would update the weights after a bad
+        # loss. The flag is torch's, for optimizers that skip the step themselves if found_inf is 1.
+        if getattr(optimizer, '_step_supports_amp_scaling', False):
+            optimizer.found_inf = skip_step
+            optimizer.step()
+        elif not skip_step:  # for other optimizers, the host waits for the device
+            optimizer.step()
+        else:
+            self.bad_steps.uncalled += 1
+        self.scaler.update()
+        # DDP's gradients are views of its buckets; setting them to None would reallocate them.
+        is_ddp = isinstance(self.model, DistributedDataParallel)
+        optimizer.zero_grad(set_to_none=not is_ddp)
+        return grad_norm
+
+
+def build(gpt_config, config, device, dtype, compile=False, weights=None):
+    """Make a GPT that is ready to train, with its step → (GPT, Step).
+
+    dtype: of autocast; compile: True, False or 'blocks'; weights: see open_weights(), or None for
+    initial ones. Checkpoints save the GPT; Step.model is the same, compiled and in DDP or FSDP."""
+    world = launched_world()
+    use_fsdp = config.parallel == 'fsdp'
+    if use_fsdp:
+        from plaingpt.parallel import sharding
+    with sharding.parameters_on_meta() if use_fsdp else nullcontext():
+        model = GPT(gpt_config)
+    use_fast_attention(model)  # the same attention, faster on a CPU
+    compute_loss_in_chunks(model, compile)  # the same loss in less memory
+    apply_activation_checkpointing(model, config.activation_checkpointing)
+    compile_by_block = compile and (use_fsdp or compile == 'blocks')
+    if compile_by_block:
+        compile_blocks(model)
+    if use_fsdp:
+        sharding.shard(model, device, dtype)  # fully_shard; each rank allocates only its shard
+    if weights:
+        weights.load_into(model)
+    elif use_fsdp:  # rank 0 initializes
+        initial = GPT(gpt_config).state_dict() if world.is_main else {}
+        sharding.scatter(initial, model)
+    model.to(device)
+
+    # The loop calls the compiled model, wrapped in DDP if there are several processes.
+    wrapped_model = torch.compile(model) if compile and not compile_by_block else model
+    if world.size > 1 and not use_fsdp:
+        wrapped_model = replicate(wrapped_model, device)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
+    step = Step(wrapped_model, build_optimizer(model, config), scaler,
+                devices.autocast(device, dtype), config.grad_clip,
+                micro_steps=config.accumulation() // config.world_size())
+    return model, step
+
+
+def replicate(model, device):
+    """Wrap the model in DDP: each process has a copy, which starts with rank 0's weights, and
+    gradients are averaged over processes."""
+    device_ids = [device.index] if device.type == 'cuda' else None
+    ddp = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+    ddp.broadcast_buffers = False  # the rotary tables are constants, equal on all ranks
+    return ddp
+
+
+# -----------------------------------------------------------------------------
+# setup
 
 
 @dataclass
@@ -90,10 +210,6 @@ class Run:
     def is_new(self):
         """Whether the weights are still the initial ones."""
         return self.start.from_scratch and self.progress.iter_num == 0
-
-
-# -----------------------------------------------------------------------------
-# setup
 
 
 @phase('setup')
@@ -126,43 +242,11 @@ def setup(config, start, world, device, device_why):
     # A batch is a function of the seed and the step; each process reads its share.
     train_data, val_data = open_batches(config, dataset, world, device, start.checkpoint)
 
-    # The model. With FSDP2, it is created on the meta device, and each rank allocates only its
-    # shard.
-    use_fsdp = config.parallel == 'fsdp'
-    if use_fsdp:
-        from plaingpt.parallel import sharding
-    with sharding.parameters_on_meta() if use_fsdp else nullcontext():
-        model = GPT(gpt_config)
-    compute_loss_in_chunks(model, compile)  # the model's own loss in less memory
-    use_fast_attention(model)  # the same attention, faster on a CPU
-    apply_activation_checkpointing(model, config.activation_checkpointing)
-    compile_by_block = compile and (use_fsdp or compile == 'blocks')
-    if compile_by_block:
-        compile_blocks(model)
-    if use_fsdp:
-        sharding.shard(model, device, dtype)  # fully_shard
-    if start.weights:
-        start.weights.load_into(model)
-    elif use_fsdp:  # rank 0 initializes
-        initial = GPT(gpt_config).state_dict() if world.is_main else {}
-        sharding.scatter(initial, model)
-    model.to(device)
+    model, step = build(gpt_config, config, device, dtype, compile, start.weights)
     print0(f'GPT with {model.num_parameters():,} parameters: '
            f'{count_of(gpt_config.n_layer, "layer")}, {count_of(gpt_config.n_head, "head")}, '
            f'{count_of(gpt_config.n_embd, "channel")}')
     print0(describe_batches(config, dataset, train_data, val_data))
-
-    # The loop calls the compiled model, wrapped in DDP if there are several processes.
-    wrapped_model = torch.compile(model) if compile and not compile_by_block else model
-    if world.size > 1 and not use_fsdp:
-        wrapped_model = replicate(wrapped_model, device)
-
-    # A step runs forward and backward under autocast, with a GradScaler for float16.
-    optimizer = build_optimizer(model, config)
-    autocast = devices.autocast(device, dtype)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
-    step = Step(wrapped_model, optimizer, scaler, autocast, grad_clip=config.grad_clip,
-                micro_steps=config.accumulation() // world.size)
 
     progress = Progress(eval_sequences=config.eval_sequences())
     if start.resumed:
@@ -186,15 +270,6 @@ def open_batches(config, dataset, world, device, checkpoint=None):
     if checkpoint:
         train_data.resume_at(checkpoint.iter_num, checkpoint.state['sequences'])
     return train_data, val_data
-
-
-def replicate(model, device):
-    """Wrap the model in DDP: each process has a copy, which starts with rank 0's weights, and
-    gradients are averaged over processes."""
-    device_ids = [device.index] if device.type == 'cuda' else None
-    ddp = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-    ddp.broadcast_buffers = False  # the rotary tables are constants, equal on all ranks
-    return ddp
 
 
 def resume(config, checkpoint, step, model):
@@ -263,37 +338,6 @@ def freeze_existing_objects():
     gc.unfreeze()  # undo the freeze of an earlier run in this process
     gc.collect()
     gc.freeze()
-
-
-def evaluate(run, monitor, is_last):
-    """Measure and log the losses of both splits, the benchmarks and a sample, and record whether
-    the validation loss is below all earlier ones. If a signal arrives, Stopped is raised before
-    anything is logged, and the resumed run evaluates again."""
-    step, progress = run.step, run.progress
-    # The first evaluation of a new run reads one step's sequences only: enough to see that the loss
-    # is about ln(vocab_size). A timed run evaluates in full, to measure how long that takes.
-    is_short = run.is_new and not is_last and not run.config.minutes
-    sequences = progress.eval_sequences
-    if is_short:
-        sequences = min(sequences, run.config.step_sequences())
-
-    def evaluate_split(loader):
-        return mean_loss(step.model, loader, sequences, step.autocast, run.stop)
-
-    # with average_decay, evaluate the EMA of the weights
-    with ema_weights(step.optimizer):
-        train_loss, _ = evaluate_split(run.train_data)
-        # one result per corpus of a mixture, usually one in all
-        results = [evaluate_split(loader) for loader in run.val_data.components]
-        losses = [loss for loss, _ in results]
-        scores, sample = monitor.score_and_sample(train_loss, *losses)
-    run.stop.raise_if_stopped()
-    val_loss = run.dataset.mean(losses)
-    val_stderr = mixture_stderr(run.dataset, [stderr for _, stderr in results])
-    # a short evaluation is one to beat, but is not called the best: there is no checkpoint of it
-    is_best = progress.record_evaluation(val_loss, val_stderr) and not is_short
-    monitor.metrics.evaluation(progress.iter_num, train_loss, val_loss, val_stderr, is_best, sample)
-    monitor.log_scores(scores)
 
 
 def reason_to_stop(run, monitor, is_last):

@@ -12,7 +12,6 @@ from model import GPT
 from plaingpt.data.batches import BatchLoader
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import progress, start
-from plaingpt.training.step import Step
 
 TINY = options(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, max_iters=6,
                gradient_accumulation_steps=2, eval_interval=3, eval_iters=2, warmup_iters=2,
@@ -119,14 +118,15 @@ def change_steps(patch, change):
     """The loss of the n-th step, counted from 1, is change(n, model, loss) from when the loop
     begins: the preflight makes steps before. patch: a MonkeyPatch"""
     import train
-    loop, forward_backward, count = train.train, Step.forward_backward, itertools.count(1)
+    loop, forward_backward = train.train, train.Step.forward_backward
+    count = itertools.count(1)
 
     def changed(step, batches):
         step.loss = change(next(count), step.model, forward_backward(step, batches))
         return step.loss
 
     def begin(run, monitor):
-        patch.setattr(Step, 'forward_backward', changed)
+        patch.setattr(train.Step, 'forward_backward', changed)
         return loop(run, monitor)
     patch.setattr(train, 'train', begin)
 

@@ -20,7 +20,7 @@ MISTAKES = {
         'sequences[:, :-1].contiguous()',
         'data/test_batches.py::test_targets_are_the_tokens_one_position_later'),
     'the loss is not divided by the micro-steps': (
-        'plaingpt/training/step.py', 'else loss / self.micro_steps', 'else loss',
+        'train.py', 'else loss / self.micro_steps', 'else loss',
         'training/test_equal_runs.py::test_a_run_is_the_same_however_its_steps_are_shared_out'),
     'a resumed run begins with other data': (
         'plaingpt/data/batches.py', 'self.resume_offset += sequences - self.sequences_before(step)',
@@ -31,7 +31,7 @@ MISTAKES = {
         'plaingpt/training/checkpoint.py', "if sha256 != chunk['sha256']", 'if not sha256',
         'training/test_checkpoint.py::test_every_flipped_bit_is_found'),
     'gradients are not clipped': (
-        'plaingpt/training/step.py', 'self.grad_clip or math.inf', 'math.inf',
+        'train.py', 'self.grad_clip or math.inf', 'math.inf',
         'test_train.py::test_each_step_has_the_learning_rate_of_the_schedule_with_a_'
         'clipped_gradient'),
     'the cosine rises': (

@@ -14,6 +14,7 @@ from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES
 from plaingpt.system.formatting import duration
 from plaingpt.training.start import StartingPoint
 from plan import PlanConfig
+from train import build
 
 # Few traces of a step serve all these plans: two layers.
 GPT2 = [str(ROOT / 'config/gpt2_124m.py'), '--n_layer=2', '--batch_size=16',
@@ -103,7 +104,8 @@ def test_without_a_gpu_it_plans_for_this_machine(small, trained, planned):
 
 def test_a_sequence_that_takes_long_is_not_timed(small):
     config = load_config(PlanConfig, [*small, '--block_size=65536'])
-    assert estimate_step(config.gpt_config(93), config, torch.device('cpu'), 'float32') is None
+    gpt_config = config.gpt_config(93)
+    assert estimate_step(build, gpt_config, config, torch.device('cpu'), 'float32') is None
 
 
 def test_the_published_models_are_planned_without_their_weights():

@@ -53,7 +53,7 @@ def main(argv):
     stopwatch.rows.append([0.0, 0, 'Python and imports of train.py', None])
     import train
     from plaingpt.system import devices
-    from plaingpt.training.step import Step
+    from train import Step
     stopwatch.rows[0][3] = time.time() - STARTED_AT
     for name in PHASES:
         stopwatch.watch(devices if name == 'choose_device' else train, name)

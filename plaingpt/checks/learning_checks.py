@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -24,7 +25,6 @@ from plaingpt.system.errors import UserError
 from plaingpt.training.checkpoint import Saver, open_checkpoint, optimizer_tensors
 from plaingpt.training.evaluation import mean_loss
 from plaingpt.training.optimizers import build_optimizer
-from plaingpt.training.step import Step
 
 # How far a new model's loss may be from ln(vocab_size) in nats: a constant and a term per channel,
 # as the logits of GPT-2's initialization have variance 0.02² · n_embd, and half of it adds to the
@@ -181,7 +181,7 @@ def step_follows_the_gradient(run):
     gradients = gradients_of(model, tokens, micro_steps=2)
     batches = [(rows[:, :-1], rows[:, 1:]) for rows in tokens.chunk(2)]
     scaler = torch.amp.GradScaler(run.device.type, enabled=False)
-    step = Step(model, run.step.optimizer, scaler, nullcontext(), run.config.grad_clip, 2)
+    step = replace(run.step, scaler=scaler, autocast=nullcontext(), micro_steps=2)
     torch.manual_seed(0)  # the same dropout as in gradients_of
     step.forward_backward(iter(batches))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -71,7 +71,7 @@ class ConversationTokens(TokenStream):
 class PackedLoader(BatchLoader):
     """A BatchLoader of ConversationTokens. A sequence is identified by the start token of its first
     piece. A training batch has a third element, its weight in the loss of the step
-    (Step.forward_backward).
+    (forward_backward in train.py).
     """
 
     def tile(self):

@@ -7,18 +7,12 @@ from itertools import repeat
 
 import torch
 
-from model import GPT
 from plaingpt.data.corpora import find_dataset_size
 from plaingpt.data.dataset import has_token_files, open_dataset_spec
 from plaingpt.experiments.runs import format_number, markdown
-from plaingpt.parallel.blocks import apply_activation_checkpointing, compile_blocks
-from plaingpt.system.devices import autocast, device_name, mfu, peak_memory_bytes, synchronize
+from plaingpt.system.devices import device_name, mfu, peak_memory_bytes, synchronize
 from plaingpt.system.formatting import gib, short
-from plaingpt.training.attention import use_fast_attention
-from plaingpt.training.loss import compute_loss_in_chunks
 from plaingpt.training.open_weights import gpt_config_from_weights
-from plaingpt.training.optimizers import build_optimizer
-from plaingpt.training.step import Step
 
 WARMUP_STEPS = 3  # not timed
 MAX_MICRO_BATCH_S = 3.0  # in a plan, longer micro-batches are estimated from one sequence
@@ -37,21 +31,6 @@ def planned_gpt_config(config, start):
         dataset = open_dataset_spec(config.dataset, config.vocab_size)
     gpt_config = gpt_config_from_weights(config, start.weights, dataset)
     return replace(gpt_config, block_size=config.block_size), tokens, source
-
-
-def new_step(gpt_config, config, device, dtype, compile=False):
-    """→ (Step of one micro-batch for a new GPT on this device, the GPT)"""
-    gpt = GPT(gpt_config).to(device)
-    compute_loss_in_chunks(gpt, compile)
-    use_fast_attention(gpt)
-    apply_activation_checkpointing(gpt, config.activation_checkpointing)
-    if compile == 'blocks':
-        compile_blocks(gpt)
-    model = torch.compile(gpt) if compile is True else gpt
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
-    step = Step(model, build_optimizer(gpt, config), scaler, autocast(device, dtype),
-                config.grad_clip)
-    return step, gpt
 
 
 def time_step(step, batches, lr):
@@ -87,10 +66,11 @@ def random_batches(gpt_config, batch_size, device):
     return repeat(tokens.unbind())
 
 
-def estimate_step(gpt_config, config, device, dtype):
+def estimate_step(build, gpt_config, config, device, dtype):
     """Seconds of a step on this device. If a micro-batch would take long, one sequence is timed
-    instead; None if even that would."""
-    step, gpt = new_step(gpt_config, config, device, dtype)
+    instead; None if even that would. build: of train.py"""
+    gpt, step = build(gpt_config, replace(config, parallel='ddp'), device, dtype)
+    step.micro_steps = 1
     sequence_flops = gpt.flops_per_token() * gpt_config.block_size
     if device.type == 'cpu' and sequence_flops > MAX_CPU_FLOPS:
         return None
@@ -110,11 +90,10 @@ def estimate_step(gpt_config, config, device, dtype):
     return time_with(config.batch_size)
 
 
-def measure_speed(config, gpt_config, device, dtype, compile):
-    """Time training steps on random tokens → (a row of results, a Markdown table). config: of
-    bench.py"""
-    step, gpt = new_step(gpt_config, config, device, dtype, compile)
-    step.micro_steps = config.accumulation()
+def measure_speed(build, gpt_config, config, device, dtype, compile):
+    """Time training steps on random tokens → (a row of results, a Markdown table). build: of
+    train.py"""
+    gpt, step = build(gpt_config, replace(config, parallel='ddp'), device, dtype, compile)
     batches = random_batches(gpt_config, config.batch_size, device)
     seconds = []
     for i in range(WARMUP_STEPS + config.steps):

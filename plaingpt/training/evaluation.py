@@ -14,6 +14,38 @@ from plaingpt.system.distributed import (
     print0,
 )
 from plaingpt.system.errors import UserError
+from plaingpt.training.optimizers import ema_weights
+
+
+def evaluate(run, monitor, is_last):
+    """Measure and log the losses of both splits, the benchmarks and a sample, and record whether
+    the validation loss is below all earlier ones. If a signal arrives, Stopped is raised before
+    anything is logged, and the resumed run evaluates again."""
+    step, progress = run.step, run.progress
+    # The first evaluation of a new run reads one step's sequences only: enough to see that the loss
+    # is about ln(vocab_size). A timed run evaluates in full, to measure how long that takes.
+    is_short = run.is_new and not is_last and not run.config.minutes
+    sequences = progress.eval_sequences
+    if is_short:
+        sequences = min(sequences, run.config.step_sequences())
+
+    def evaluate_split(loader):
+        return mean_loss(step.model, loader, sequences, step.autocast, run.stop)
+
+    # with average_decay, evaluate the EMA of the weights
+    with ema_weights(step.optimizer):
+        train_loss, _ = evaluate_split(run.train_data)
+        # one result per corpus of a mixture, usually one in all
+        results = [evaluate_split(loader) for loader in run.val_data.components]
+        losses = [loss for loss, _ in results]
+        scores, sample = monitor.score_and_sample(train_loss, *losses)
+    run.stop.raise_if_stopped()
+    val_loss = run.dataset.mean(losses)
+    val_stderr = mixture_stderr(run.dataset, [stderr for _, stderr in results])
+    # a short evaluation is one to beat, but is not called the best: there is no checkpoint of it
+    is_best = progress.record_evaluation(val_loss, val_stderr) and not is_short
+    monitor.metrics.evaluation(progress.iter_num, train_loss, val_loss, val_stderr, is_best, sample)
+    monitor.log_scores(scores)
 
 
 @torch.no_grad()

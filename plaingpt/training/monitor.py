@@ -27,13 +27,13 @@ from plaingpt.system.distributed import (
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import make_writable, write_json
 from plaingpt.system.formatting import command_for, quoted
+from plaingpt.training.bad_steps import SkippedSteps, StepCounter
 from plaingpt.training.checkpoint import archive_previous_run, find
 from plaingpt.training.evaluation import full_model, val_bytes_per_token
 from plaingpt.training.optimizers import ema_weights
 from plaingpt.training.progress import FINISHED, TIME_UP
 from plaingpt.training.settings import NOT_COMPARED
 from plaingpt.training.start import sketch_texts
-from plaingpt.training.step import SkippedSteps, StepCounter
 
 HEALTH_INTERVAL = 100  # iterations between health checks
 MIN_HEALTH_CHECKS = 5  # even in a short run, because a curve needs a few points
@@ -70,7 +70,8 @@ class Monitor:
         self.metrics = Metrics(run, self.record, backends,
                                val_bytes_per_token(run) if run.world.is_main else None,
                                saved_state.get('elapsed_s', 0.0))
-        self.skipped = SkippedSteps(run.step, self.out_dir / 'anomalies.jsonl', run.train_data)
+        self.skipped = SkippedSteps(run.step.bad_steps, self.out_dir / 'anomalies.jsonl',
+                                    run.train_data)
         self.counter = StepCounter(run.step, run.progress.iter_num)
         sharded = is_sharded(run.model.lm_head.weight)
         checks_health = config.report if sharded else self.writing

@@ -22,11 +22,11 @@ from plaingpt.data import batches
 from plaingpt.data.batches import BatchLoader
 from plaingpt.system.errors import UserError
 from plaingpt.training import (
+    bad_steps,
     checkpoint,
     loss,
     optimizers,
     schedules,
-    step,
 )
 
 # What people break is a function of patch(owner, name, change): owner.name becomes
@@ -174,7 +174,7 @@ def ngrams_of_later_tokens(forward):
 
 def around_steps(change):
     """change(update, step, lr) takes the place of Step.update."""
-    return replaced(step.Step, 'update', lambda update: lambda self, lr: change(update, self, lr))
+    return replaced(train.Step, 'update', lambda update: lambda self, lr: change(update, self, lr))
 
 
 def step_twice(update, step, lr):
@@ -322,12 +322,12 @@ SPOILED = {
         ('uphill', replaced(torch.amp.GradScaler, 'scale', lambda scale: lambda self, loss:
                             scale(self, -loss)), {}),
         ('the loss is not divided', replaced(
-            step.Step, 'forward_backward', lambda original: lambda self, batches:
+            train.Step, 'forward_backward', lambda original: lambda self, batches:
             undivided(self, original, batches)), {}),
         ('gradients are kept', replaced(
             torch.optim.AdamW, 'zero_grad', lambda _: lambda *_, **__: None), {}),
         ('weights are held', replaced(
-            step.Step, 'must_skip', lambda original: lambda *arguments:
+            bad_steps.BadSteps, 'must_skip', lambda original: lambda *arguments:
             1 - original(*arguments)), {}),
         ('two steps per update', around_steps(step_twice), {}),
         ('two steps of SGD per update', around_steps(step_twice), {'optimizer': 'sgd'}),

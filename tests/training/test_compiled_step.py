@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import train
 from model import GPT, GPTConfig
-from plaingpt.experiments.speed import new_step, time_step
+from plaingpt.experiments.speed import time_step
 from plaingpt.parallel.blocks import apply_activation_checkpointing, compile_blocks
 from plaingpt.system import devices
 from plaingpt.training.optimizers import OPTIMIZERS
@@ -77,8 +77,7 @@ def test_a_compiled_run_matches_the_eager_one_also_where_modes_differ(
 def test_a_step_never_waits_for_the_device(optimizer, dtype):
     config = TrainConfig(optimizer=optimizer, batch_size=2, gradient_accumulation_steps=2)
     batch = torch.randint(65, (2, 2, 16))
-    step, _ = new_step(SMALL, config, CPU, dtype)
-    step.micro_steps = 2
+    _, step = train.build(SMALL, config, CPU, dtype)
     with HostReads() as reads:
         for _ in range(2):
             time_step(step, repeat(batch), 1e-3)

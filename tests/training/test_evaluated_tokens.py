@@ -18,6 +18,7 @@ import prepare
 import train
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import open_dataset
+from plaingpt.training.evaluation import mean_loss
 
 
 def bytes_per_token(folder, n):
@@ -50,7 +51,7 @@ def test_the_standard_error_is_that_of_the_mean_of_the_sequences(batch_size):
         losses = [model(idx[None], targets[None])[1].item() for idx, targets in zip(
             text[:-1].view(30, 16), text[1:].view(30, 16), strict=True)]
     loader = BatchLoader(stream, 16, batch_size)
-    loss, error = train.mean_loss(evaluate.SequenceLosses(model), loader, 30, nullcontext())
+    loss, error = mean_loss(evaluate.SequenceLosses(model), loader, 30, nullcontext())
     assert loss == pytest.approx(statistics.mean(losses))
     assert error == pytest.approx(statistics.stdev(losses) / 30**0.5, rel=1e-4)
 

@@ -17,7 +17,7 @@ from plaingpt.checks import preflight
 from plaingpt.monitoring.health import Health
 from plaingpt.system.formatting import GIB
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import memory
+from plaingpt.training import evaluation, memory
 from plaingpt.training.memory import predict
 from plan import PlanConfig
 
@@ -205,7 +205,7 @@ def test_out_of_memory_saves_the_steps_before_it(tiny, tmp_path, capsys, monkeyp
 
 @pytest.mark.parametrize(('phase', 'module', 'function'), [
     ('setup', train, 'build_optimizer'), ('preflight', preflight, 'run_checks'),
-    ('evaluation', train, 'mean_loss'), ('save', checkpoints.Saver, 'save'),
+    ('evaluation', evaluation, 'mean_loss'), ('save', checkpoints.Saver, 'save'),
     ('health check', Health, 'measure')])
 def test_out_of_memory_says_where_it_was(tiny, capsys, monkeypatch, phase, module, function):
     monkeypatch.setattr(module, function, lambda *_, **__: torch.empty(2**60, dtype=torch.int8))

@@ -12,7 +12,7 @@ from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import optimizers
 from plaingpt.training.optimizers import build_optimizer, ema_weights, track_ema
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.step import Step
+from train import Step
 
 SHAPE = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
 

@@ -13,13 +13,13 @@ from plaingpt.monitoring import metrics
 from plaingpt.monitoring.health import Health
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import core_speed
+from plaingpt.training import core_speed, evaluation
 from plaingpt.training.checkpoint import Saver
 from plaingpt.training.film import Film
 from plaingpt.training.progress import MinuteClock, make_clock
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.start import StartingPoint, resolve_minutes
-from plaingpt.training.step import Step
+from train import Step
 
 CONFIG = TrainConfig(minutes=100 / 60, warmup_iters=90, max_iters=990)
 
@@ -177,7 +177,7 @@ def test_the_clock_of_a_judged_run_counts_nothing_but_steps(tiny, tmp_path, monk
             return function(*args, **options)
         monkeypatch.setattr(owner, name, slow)
 
-    for owner, name in ((train, 'preflight'), (train, 'mean_loss'), (Saver, 'save'),
+    for owner, name in ((train, 'preflight'), (evaluation, 'mean_loss'), (Saver, 'save'),
                         (Health, 'measure'), (metrics, 'append_line'), (Film, 'record')):
         takes(50.0, owner, name)
     takes(0.25, Step, 'update')

@@ -23,6 +23,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_S = 900  # with a process that takes seconds: other programs may use the cores
 
 
+def tracked_files():
+    """The files that git tracks; [] where it is missing, or does not trust whose folder this is."""
+    if not shutil.which('git'):
+        return []
+    return subprocess.run(['git', 'ls-files'], cwd=ROOT, capture_output=True,
+                          text=True).stdout.splitlines()
+
+
+needs_git = pytest.mark.skipif(not tracked_files(), reason='git has no checkout here')
+
+
 def copy_project(folder):
     """Copy what a checkout has of code → the folder, which must not exist."""
     for name in ('plaingpt', 'tests', 'tools', 'config', 'docs/references'):

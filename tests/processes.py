@@ -20,7 +20,7 @@ from tqdm import tqdm
 from plaingpt.system.errors import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
-PATIENCE_S = 900  # with a process that takes seconds: other programs may use the cores
+PATIENCE_S = 600  # with a process that takes seconds: other programs may use the cores
 
 
 def tracked_files():

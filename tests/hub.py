@@ -224,5 +224,3 @@ assert not {'huggingface_hub', 'datasets'} & sys.modules.keys()  # which read th
 os.environ.update(HF_ENDPOINT=HUB.url, HF_HOME=str(HUB.home), HF_HUB_DISABLE_TELEMETRY='1',
                   HF_UPDATE_DOWNLOAD_COUNTS='0', HF_HUB_DISABLE_PROGRESS_BARS='1',
                   NO_PROXY='127.0.0.1', no_proxy='127.0.0.1')  # no proxy between it and them
-for key in ('HF_TOKEN', 'HF_HUB_OFFLINE', 'HF_HUB_CACHE', 'HF_DATASETS_CACHE'):
-    os.environ.pop(key, None)

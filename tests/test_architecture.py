@@ -1,15 +1,13 @@
 """Who may import whom, and how large files may be, by reading all files."""
 
 import ast
-import subprocess
 import sys
 from functools import cache
 from graphlib import TopologicalSorter
 from itertools import combinations
 from pathlib import Path
 
-import pytest
-from processes import ROOT
+from processes import ROOT, needs_git, tracked_files
 
 CODE = sorted({*ROOT.glob('*.py'), *ROOT.glob('plaingpt/**/*.py'), *ROOT.glob('tools/*.py')}
               - {ROOT / 'plaingpt/inference/remote_code.py'})  # it runs in exported folders alone
@@ -135,10 +133,7 @@ def test_no_two_files_have_names_that_differ_by_a_letter():
                 if shortened(pair[0]) & shortened(pair[1])]
 
 
+@needs_git
 def test_the_root_is_seen_at_a_glance():
-    if not (ROOT / '.git').exists():
-        pytest.skip('not a git checkout: what is tracked is not known')
-    tracked = subprocess.run(['git', 'ls-files'], cwd=ROOT, capture_output=True, text=True,
-                             check=True).stdout.splitlines()
-    entries = {Path(name).parts[0] for name in tracked if not name.startswith('.')}
+    entries = {Path(name).parts[0] for name in tracked_files() if not name.startswith('.')}
     assert len(entries) <= 28, sorted(entries)

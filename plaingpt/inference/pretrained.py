@@ -165,6 +165,7 @@ def read_weights(folder):
 
 
 def weight_files(folder):
+    """The files with the weights, as transformers chooses them. Raises ValueError."""
     for name in ('model.safetensors', 'pytorch_model.bin'):
         if (folder / name).exists():
             return [folder / name]

@@ -43,7 +43,7 @@ class PlainGPT(PreTrainedModel, GenerationMixin):
             cache, past_key_values = past_key_values, None
         if cache is None:
             cache = DynamicCache()
-        # Without the cache, the text would be wrong: the new tokens would be read without context.
+        # An argument of a later version could be its cache, without which the text would be wrong.
         for name, value in {'past_key_values': past_key_values, **ignored}.items():
             if value is not None and not isinstance(value, (int, float, str, torch.Tensor)):
                 raise TypeError(f'{name}: {type(value).__name__} is not supported; generate with '

@@ -63,9 +63,10 @@ def read_checkpoint(path):
         if name.endswith(VOCAB_WEIGHTS) and w.shape[:1] != (config.vocab_size,):
             raise UserError(f'{path}: {name!r} is {tuple(w.shape)}, but vocab_size is '
                             f'{config.vocab_size}')
-    embedding, head = (weights.get(f'{name}.weight') for name in ('transformer.wte', 'lm_head'))
-    if None not in (embedding, head) and not torch.equal(embedding, head.to(embedding.dtype)):
-        config.tied_head = False
+    embedding = weights.get('transformer.wte.weight')
+    head = weights.get('lm_head.weight', embedding)
+    if embedding is not None and not torch.equal(embedding, head.to(embedding.dtype)):
+        config.tied_head = False  # a fork's; the settings do not say so
     if config.vocab_size == 50304:  # GPT-2's 50,257 tokens and padding
         config.vocab_size = 50257
     return config, without_padding(weights, config)
@@ -79,7 +80,7 @@ def read_config(checkpoint, weights, path):
     elif isinstance(config, PickledConfig):
         args, known, mlp = vars(config), SIZES, 'gelu'  # build-nanogpt
     else:
-        raise UserError(f'{path}: {describe(checkpoint, weights)}')
+        raise UserError(f'{path}: {describe_other(checkpoint, weights)}')
     unknown = [f'{name}={value!r}'[:40] for name, value in args.items() if name not in known]
     if unknown:
         raise UserError(f'{path}: the configuration has {", ".join(unknown)}, which nanoGPT does '
@@ -99,7 +100,7 @@ def read_config(checkpoint, weights, path):
     return gpt_config
 
 
-def describe(checkpoint, weights):
+def describe_other(checkpoint, weights):
     """What a checkpoint of another program is, and what to do."""
     if isinstance(checkpoint.get('model_args'), dict):
         return 'a checkpoint of llama2.c; convert it to a folder with its export.py --version=-1'
@@ -108,6 +109,5 @@ def describe(checkpoint, weights):
                "result as pytorch_model.bin beside the model's config.json"
     if {'code', 'optimizers'} <= checkpoint.keys():
         return 'a checkpoint of modded-nanogpt, whose architecture is not supported'
-    return 'weights without model_args, the configuration in a checkpoint of nanoGPT: n_head and ' \
-           'more is not known; put them as pytorch_model.bin beside a config.json in the Hugging ' \
-           'Face layout'
+    return 'it has no configuration (model_args, as nanoGPT writes); put the weights as ' \
+           'pytorch_model.bin beside a config.json of the Hugging Face layout'

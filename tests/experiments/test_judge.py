@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import ROOT, copy_project, options
+from processes import ROOT, copy_project, needs_git, options
 
 import bench
 from configurator import load_config
@@ -20,7 +20,6 @@ RECIPE = options(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=8,
                  eval_interval=20, device='cpu', dtype='float32')
 
 
-needs_git = pytest.mark.skipif(not (ROOT / '.git').exists(), reason='not a git checkout')
 BETTER, WORSE, SAME = [2.0, 2.01, 1.99], [4.0, 4.01, 3.99], [3.001, 3.018, 2.9915]
 
 

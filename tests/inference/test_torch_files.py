@@ -221,7 +221,7 @@ OTHERS = {  # how the file is written → what the error names
     'litgpt, bare': (of(**{'transformer.h.0.norm_1.weight': W, 'lm_head.weight': W}), 'litgpt'),
     'modded-nanogpt': (of(step=3, code='import os', model={'embed.weight': W}, optimizers=[]),
                        'modded-nanogpt'),
-    'a state dict': (lambda path: torch.save(shaken(**SMALL).state_dict(), path), 'n_head'),
+    'a state dict': (lambda path: torch.save(shaken(**SMALL).state_dict(), path), 'model_args'),
     'a model without settings': (of(model={'wte.weight': W}, epoch=3), 'model_args'),
     'settings that are not a dict': (of(model={'wte.weight': W}, model_args=[1]), 'model_args'),
     'another tutorial': (of(epoch=3, model_state_dict={'a': W}), 'model_state_dict'),

@@ -281,7 +281,9 @@ def check_cache(model, T=32):
     cache = KVCache(config, T, device)
     cache.reset([0])
     outputs = []
-    for chunk in idx.tensor_split([T - 2, T - 1], dim=1):  # a prompt, then two single tokens
+    prompt_length = max(1, T - 2)
+    lengths = [prompt_length] + [1] * (T - prompt_length)  # a prompt, then up to two single tokens
+    for chunk in idx.split(lengths, dim=1):
         cache.advance(chunk.size(1))
         outputs.append(model.logits(model.hidden(chunk, cache)))
     errors = (torch.cat(outputs, dim=1) - expected).norm(dim=-1) / expected.norm(dim=-1)  # (1, T)

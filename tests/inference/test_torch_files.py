@@ -229,7 +229,7 @@ OTHERS = {  # how the file is written → what the error names
     'a whole module': (lambda path: torch.save(GPT(open_pretrained('gpt2').config.__class__(
         16, 65, 1, 1, 4)), path), 'model.GPT'),
     'a tensor': (lambda path: torch.save(W, path), 'Tensor'),
-    'no weights': (of(model={}, model_args={}), 'block_size')}
+    'no weights': (of(model={}, model_args={}), 'vocab_size')}
 
 
 @pytest.mark.parametrize('name', OTHERS)

@@ -146,16 +146,17 @@ def inputs_of(argv):
 
 
 def initial_weights(config):
-    """A checksum of the files that a run starts from, as they are now: those of a checkpoint, of a
-    folder or of the hub's current revision. None for a run from scratch. Raises UserError."""
+    """What identifies the weights that a run starts from: a checksum of the files of a checkpoint
+    or a folder, the hub's current revision, or None from scratch. Raises UserError."""
     path = Path(config.init_from)
     if config.init_from in INIT_MODES:
         return None
     if (path / 'state.json').exists() or checkpoint_paths(path):
         return checksum(open_weights(path, config.checkpoint).state)  # has checksums of its files
     if not path.exists():
-        path = download_model(config.init_from)
-    files = (file for pattern in (*MODEL_FILES, 'ckpt.pt') for file in sorted(path.glob(pattern)))
+        return download_model(config.init_from).name  # the commit that these files are of
+    patterns = (*MODEL_FILES, 'pytorch_model*.bin', 'ckpt.pt')
+    files = (file for pattern in patterns for file in sorted(path.glob(pattern)))
     return checksum_of([path] if path.is_file() else files)
 
 

@@ -75,7 +75,9 @@ def one_step(gpt_config, config, dtype, device, *, accumulating, chunk=None, sha
     watch_phases(gpt, begin)
     if tracker:
         tracker.track_external(gpt, optimizer)
-    with tracker or nullcontext():
+    # The tracker cannot follow a module that is called once per chunk: hide these calls from it.
+    head_class = type(gpt.lm_head)
+    with tracker or nullcontext(), mock.patch.object(head_class, '__call__', head_class.forward):
         begin('forward')
         idx = torch.randint(gpt_config.vocab_size, (config.batch_size, gpt_config.block_size),
                             device=device)
@@ -206,13 +208,9 @@ def predict(gpt_config, config, dtype, device_type):
     accumulating = config.accumulation() > world_size
     chunk = chunk_size(config.batch_size * gpt_config.block_size, gpt_config.vocab_size,
                        device_type)
-    # Memory is linear in each dimension, except that logits stop growing with the batch once they
-    # fill a chunk of the loss.
-    sequences_in_chunk = chunk // gpt_config.block_size
-    full_batch = max(1, math.ceil(chunk / gpt_config.block_size))
-    batch_sizes = (full_batch, full_batch + 1)
-    if config.batch_size < full_batch:
-        batch_sizes = (1, sequences_in_chunk)
+    # Memory is linear in each dimension, for batches of whole chunks of the loss.
+    chunk_sequences = max(1, math.ceil(chunk / gpt_config.block_size))
+    batch_sizes = (2 * chunk_sequences, 3 * chunk_sequences)
     depths = interpolation_weights(gpt_config.n_layer, *DEPTHS)
     lengths = interpolation_weights(gpt_config.block_size, *(chunk * n for n in LENGTHS))
     batches = interpolation_weights(config.batch_size, *batch_sizes)

@@ -18,7 +18,7 @@ MIN_RATE = 1e-3  # share of the peak learning rate below which nothing is learne
 # Weights are an average of the updates of the last 1 / (learning rate × weight_decay) steps (Wang
 # and Aitchison 2024), which should be 10 or more. AdamW and Muon keep them below 1 / weight_decay
 # (Xie and Li 2024), which should be well above the 0.02 of their initialization. The recipes have a
-# product of at most 0.07, and a decay of at most 6.
+# product of at most 0.04, and a decay of at most 6.
 MAX_SHRINKAGE, MAX_DECAY = 0.1, 20
 EPOCH_SEQUENCES = 2**12  # sequences of an epoch to check, at most
 
@@ -182,11 +182,10 @@ def learning_rate_lasts(run):
 
 
 def weights_outlive_their_decay(run):
-    if run.config.eval_only:
-        return None
-    for group in run.step.optimizer.param_groups:
-        decay, lr = group['weight_decay'], run.config.learning_rate * group['lr_scale']
-        if lr * decay >= MAX_SHRINKAGE or decay >= MAX_DECAY:
-            return f'weight_decay={decay:g}: the weights vanish: at learning rate {lr:g}, each ' \
-                   f'step shrinks them by {lr * decay:.2%}; use a --weight_decay below ' \
-                   f'{min(MAX_DECAY, MAX_SHRINKAGE / max(lr, 1e-9)):.2g}; 0.1 is usual'
+    lr = run.config.learning_rate
+    decay = max(group['weight_decay'] for group in run.step.optimizer.param_groups)
+    limit = min(MAX_DECAY, MAX_SHRINKAGE / max(lr, 1e-9))
+    if decay >= limit and not run.config.eval_only:
+        return f'weight_decay={decay:g} at learning rate {lr:g}: the weights vanish, because ' \
+               f'each step shrinks them by {lr * decay:.2%}; lower --weight_decay (0.1 is usual, ' \
+               f'and at this rate it must be below {limit:.2g})'

@@ -25,6 +25,13 @@ def fingerprint_of(tmp_path, monkeypatch):
     return fingerprint_of
 
 
+def test_the_fingerprint_of_this_releases_model_is_known():
+    assert weights.model_code() == weights.RELEASED_MODEL_CODE, (
+        'model.py has changed: set RELEASED_MODEL_CODE in plaingpt/weights.py to '
+        f'{weights.model_code()!r}, and look whether the tables of '
+        'plaingpt/inference/hf_architectures.py still hold')
+
+
 @pytest.mark.parametrize('edited', [
     CODE + '\n\n# a comment\n', re.sub(r'(\n +)"""', r'\1"""Also: ', CODE),
     ast.unparse(ast.parse(CODE)), CODE.replace('\n', '\r\n'), '\ufeff' + CODE], ids=[

@@ -274,24 +274,30 @@ def check_cache(model, T=32):
     config = model.config
     device = model.lm_head.weight.device
     T = min(T, config.block_size)
-    # ids that do not contain document_start
-    idx = config.document_start + 1 + torch.arange(T, device=device) % max(1, config.vocab_size - 1)
+    ids = torch.arange(T, device=device) // 2 % max(1, config.vocab_size - 1)  # 0 0 1 1 2 2 …
+    idx = config.document_start + 1 + ids  # does not contain document_start
     idx = idx[None] % config.vocab_size  # (1, T)
     expected, _ = model(idx)  # (1, T, V)
-    cache = KVCache(config, T, device)
-    cache.reset([0])
-    outputs = []
-    for chunk in idx.tensor_split([T - 2, T - 1], dim=1):  # a prompt, then two single tokens
-        cache.advance(chunk.size(1))
-        outputs.append(model.logits(model.hidden(chunk, cache)))
-    errors = (torch.cat(outputs, dim=1) - expected).norm(dim=-1) / expected.norm(dim=-1)  # (1, T)
-    error = errors.max()
+    outputs = cached_logits(model, idx, T - 2)
+    error = ((outputs - expected).norm(dim=-1) / expected.norm(dim=-1)).max()
     if error > 0.02:  # rounding gives less, even with TF32
         raise UserError(f'model.py: outputs with and without the KV cache differ (relative error '
                         f'{error:.2g}); look for attention or positions that ignore the cache, or '
                         'a layer that reads earlier tokens without caching them')
     if min(config.block_size, CHECKED_TOKENS) > T:
         check_cache(small_copy(model), CHECKED_TOKENS)
+
+
+def cached_logits(model, idx, prompt_length):
+    """The logits (1, T, V) for idx (1, T) with a KV cache: of a prompt, then token by token."""
+    T = idx.size(1)
+    cache = KVCache(model.config, T, idx.device)
+    cache.reset([0])
+    logits = []
+    for chunk in idx.tensor_split(tuple(range(prompt_length, T)), dim=1):
+        cache.advance(chunk.size(1))
+        logits.append(model.logits(model.hidden(chunk, cache)))
+    return torch.cat(logits, dim=1)
 
 
 def small_copy(model):

@@ -120,7 +120,7 @@ def main(argv):
             dtype = getattr(torch, config.dtype)
             architecture = write_hf(folder, model, tokenizer, dtype, insisted)
             text = validation_tokens(weights)
-            is_checked = check_export(folder, model, dtype, text, strict=bool(insisted))
+            is_checked = check_export(folder, model, dtype, text, bool(insisted))
             if insisted and not is_checked:
                 raise UserError(f'format={insisted}: the export must be compared with this model, '
                                 'and that needs transformers 5: pip install transformers')

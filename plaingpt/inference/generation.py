@@ -278,8 +278,7 @@ def check_cache(model, T=32):
     idx = config.document_start + 1 + ids  # does not contain document_start
     idx = idx[None] % config.vocab_size  # (1, T)
     expected, _ = model(idx)  # (1, T, V)
-    outputs = cached_logits(model, idx, T - 2)
-    error = ((outputs - expected).norm(dim=-1) / expected.norm(dim=-1)).max()
+    error = relative_error(cached_logits(model, idx, T - 2), expected)
     if error > 0.02:  # rounding gives less, even with TF32
         raise UserError(f'model.py: outputs with and without the KV cache differ (relative error '
                         f'{error:.2g}); look for attention or positions that ignore the cache, or '
@@ -298,6 +297,12 @@ def cached_logits(model, idx, prompt_length):
         cache.advance(chunk.size(1))
         logits.append(model.logits(model.hidden(chunk, cache)))
     return torch.cat(logits, dim=1)
+
+
+def relative_error(logits, expected):
+    """The largest relative error of logits (…, V); infinity if one is NaN."""
+    errors = (logits - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
+    return errors.nan_to_num(math.inf).max().item()
 
 
 def small_copy(model):

@@ -305,7 +305,7 @@ def test_an_export_says_if_it_was_not_compared(capsys, monkeypatch):
 
 def test_an_architecture_that_cannot_express_a_model_is_refused(capsys, monkeypatch):
     folder = exported(Path('in'), shaken(block_size=64))
-    assert 'format=llama' in fails(
+    assert '--format=transformers' in fails(
         capsys, monkeypatch, export.main, f'--init_from={folder}', '--dest=out', '--format=llama')
     assert [*Path().iterdir()] == [folder]
 

@@ -23,8 +23,8 @@ from plaingpt.inference.hf_architectures import OWN_CODE, READABLE, choose_archi
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import one_line
 
-MAX_TOKENS = 8192  # compared in a row
-GENERATED_TOKENS = 30  # the last ones of them, which transformers generates
+MAX_TOKENS = 8192  # in the longest sequence that is compared
+GENERATED_TOKENS = 30  # the last ones of it, which transformers generates
 CHECK_TOLERANCE = 1e-4  # relative error; rounding gives 1e-6, and the other GELU 2e-4
 
 END_OF_TEXT, PADDING = '<|endoftext|>', '<|padding|>'

@@ -2,6 +2,7 @@
 
     python export.py out --dest=my-gpt
     python export.py out --format=gguf --dest=my-gpt.gguf
+    python export.py out --format=gpt2 --dest=my-gpt     # as GPT-2, although model.py was edited
     python export.py --init_from=nanoGPT/out/ckpt.pt --tokenizer=data/shakespeare_char --dest=my-old
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -18,10 +19,10 @@ import torch
 from safetensors import SafetensorError
 
 from configurator import load_config
-from plaingpt.data.dataset import parse_dataset_spec
+from plaingpt.data.dataset import open_dataset_spec, parse_dataset_spec
 from plaingpt.inference.gguf_export import DTYPES, write_gguf
-from plaingpt.inference.hf_architectures import OWN_CODE
-from plaingpt.inference.hf_export import check_export, write_hf
+from plaingpt.inference.hf_architectures import ARCHITECTURES, OWN_CODE, find_architecture
+from plaingpt.inference.hf_export import MAX_TOKENS, check_export, write_hf
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import count_of, printable
 from plaingpt.training.open_weights import ModelChoice, load
@@ -31,7 +32,7 @@ from plaingpt.training.open_weights import ModelChoice, load
 class ExportConfig(ModelChoice):
     # destination
     dest: str = ''  # output folder, or output file with format=gguf; must not exist
-    format: Literal['transformers', 'gguf'] = 'transformers'  # gguf: one file for llama.cpp
+    format: Literal['transformers', 'gguf', *ARCHITECTURES] = 'transformers'  # gguf: for llama.cpp
     dtype: Literal[*DTYPES] = 'float32'  # precision of the weights (in GGUF: of the matrices)
 
     def conflicts(self):
@@ -84,12 +85,29 @@ model = AutoModelForCausalLM.from_pretrained('{name}'{code})
 '''
 
 
+def validation_tokens(weights):
+    """The start of the run's validation split; empty if that is not at hand."""
+    if not weights.state:
+        return []
+    vocab_size = weights.config.vocab_size
+    try:
+        dataset = open_dataset_spec(weights.state['config']['dataset'], vocab_size)
+        ids = dataset.components[0].dataset.split('val').read(0, MAX_TOKENS)
+    except UserError:
+        return []
+    return ids[ids < vocab_size]
+
+
 def main(argv):
     config = load_config(ExportConfig, argv, __doc__, positional='out_dir')
     dest = Path(config.dest)
     if dest.exists():
         raise UserError(f'dest={dest} already exists; choose another --dest')
     model, tokenizer, weights = load(config)
+    insisted = config.format if config.format in ARCHITECTURES else None
+    if insisted and not ARCHITECTURES[insisted].expresses(model.config):
+        raise UserError(f'format={insisted}: cannot express the flags of this model; export with '
+                        '--format=transformers')
     architecture = None
     folder = dest.with_name(f'{dest.name}.tmp')
     shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted export
@@ -100,8 +118,12 @@ def main(argv):
             (folder / dest.name).rename(dest)
         else:
             dtype = getattr(torch, config.dtype)
-            architecture = write_hf(folder, model, tokenizer, dtype)
-            is_checked = check_export(folder, model, dtype)
+            architecture = write_hf(folder, model, tokenizer, dtype, insisted)
+            text = validation_tokens(weights)
+            is_checked = check_export(folder, model, dtype, text, bool(insisted))
+            if insisted and not is_checked:
+                raise UserError(f'format={insisted}: the export must be compared with this model, '
+                                'and that needs transformers 5: pip install transformers')
             card = model_card(dest.name, architecture, model, weights.source, weights.state)
             (folder / 'README.md').write_text(printable(card), encoding='utf-8')
             folder.rename(dest)
@@ -118,6 +140,10 @@ def main(argv):
               'decode with plainGPT')
     if architecture == OWN_CODE:
         print('transformers loads it with model.py: from_pretrained(…, trust_remote_code=True)')
+        expressible = find_architecture(model.config)
+        if expressible != OWN_CODE:
+            print('model.py was edited, so its code was exported too; if the model still computes '
+                  f'the same as {expressible}, use --format={expressible}')
     elif architecture:
         print(f'transformers loads it as {architecture}')
     if architecture and not is_checked:

@@ -25,6 +25,13 @@ def fingerprint_of(tmp_path, monkeypatch):
     return fingerprint_of
 
 
+def test_the_fingerprint_of_this_releases_model_is_known():
+    assert weights.model_code() == weights.RELEASED_MODEL_CODE, (
+        'model.py has changed: set RELEASED_MODEL_CODE in plaingpt/weights.py to '
+        f'{weights.model_code()!r}, and look whether the tables of '
+        'plaingpt/inference/hf_architectures.py still hold')
+
+
 @pytest.mark.parametrize('edited', [
     CODE + '\n\n# a comment\n', re.sub(r'(\n +)"""', r'\1"""Also: ', CODE),
     ast.unparse(ast.parse(CODE)), CODE.replace('\n', '\r\n'), '\ufeff' + CODE], ids=[
@@ -34,7 +41,7 @@ def test_the_fingerprint_does_not_see_what_changes_no_code(edited, fingerprint_o
 
 
 @pytest.mark.parametrize('old, new', [
-    ('x + self.attn', 'x - self.attn'), ('std=0.02)', 'std=0.03)'), ("'gelu'", "'relu2'"),
+    ('x + self.attn', 'x - self.attn'), ('std = 0.02\n', 'std = 0.03\n'), ("'gelu'", "'relu2'"),
     ('return self.transformer.ln_f(x)', 'return x')])
 def test_the_fingerprint_sees_an_edit_of_the_code(old, new, fingerprint_of):
     assert old in CODE

@@ -32,9 +32,9 @@ def write_gguf(path, model, tokenizer, dtype):
     architecture = choose_architecture(model)
     if architecture == OWN_CODE or config.rotary_factor != 1 \
             or config.mlp not in ('gelu', 'swiglu'):
-        raise UserError('format=gguf: llama.cpp has no architecture for these model flags or this '
-                        'edited model.py; export with --format=transformers, or train with '
-                        'config/qwen3_shape.py after your recipe')
+        raise UserError('format=gguf: llama.cpp has no architecture for these model flags, or for '
+                        'a model.py that was edited; restore it, train with config/qwen3_shape.py '
+                        'after your recipe, or export with --format=transformers')
     kind = getattr(tokenizer, 'base', tokenizer).to_json()['kind']
     if kind not in ('byte', 'bpe', 'gpt2'):
         raise UserError('format=gguf: the tokenizer must be byte, bpe or gpt2; export with '

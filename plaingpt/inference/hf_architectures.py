@@ -1,25 +1,22 @@
 """Architectures of Hugging Face's transformers that compute the same as a GPT of model.py.
 
-ARCHITECTURES lists the GPTConfigs that each can express. Fields that it does not list must have
-their defaults, so a model with a new flag is exported with its own code. So is a model whose logits
-differ from reference_logits(), because its model.py was edited.
+ARCHITECTURES lists the GPTConfigs that each can express with the model.py of this release. Fields
+that it does not list must have their defaults, so a model with a new flag is exported with its own
+code. So is each model if model.py was edited.
 """
 
-import math
 from dataclasses import asdict, dataclass, fields, replace
 
 import torch
-import torch.nn.functional as F
 
 from model import VOCAB_WEIGHTS, GPTConfig
+from plaingpt.weights import is_edited
 
 SIZES = ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_embd')
 ANY = None  # any value is allowed
 HF_ACTIVATIONS = {'gelu': 'gelu_new', 'gelu_erf': 'gelu', 'relu2': 'relu2', 'swiglu': 'silu'}
 OUR_ACTIVATIONS = {hf_name: name for name, hf_name in HF_ACTIVATIONS.items()}
 # GPTConfig field → key in config.json, inside rope_scaling or rope_parameters
-MAX_TOKENS = 8192  # that matches_reference() compares
-TOLERANCE = 3e-5  # relative error; reference_logits() sums in the order of model.py
 ROPE_SCALING_KEYS = {'rotary_factor': 'factor', 'rotary_length': 'original_max_position_embeddings'}
 
 
@@ -217,92 +214,12 @@ READABLE = {**ARCHITECTURES, OWN_CODE: OwnCode()}
 
 def choose_architecture(model):
     """→ the name of the first architecture that computes the same as `model`, else OWN_CODE."""
+    return OWN_CODE if is_edited(model) else find_architecture(model.config)
+
+
+def find_architecture(config):
+    """→ the name of the first architecture that can express a GPTConfig, else OWN_CODE."""
     for name, architecture in ARCHITECTURES.items():
-        if architecture.expresses(model.config):
-            return name if matches_reference(model) else OWN_CODE
+        if architecture.expresses(config):
+            return name
     return OWN_CODE
-
-
-# -----------------------------------------------------------------------------
-# Does model.py, which may have been edited, still compute the same as these architectures?
-
-
-@torch.no_grad()
-def matches_reference(model):
-    """Whether a GPT has the logits of GPT-2, Llama or Qwen with its weights, over its whole context
-    length."""
-    c = model.config
-    idx = torch.randint(c.vocab_size, (1, min(c.block_size, MAX_TOKENS)),
-                        generator=torch.Generator().manual_seed(0))  # (1, T)
-    idx[idx == c.document_start] = (c.document_start + 1) % c.vocab_size  # one document
-    try:
-        expected = reference_logits(dict(model.named_parameters()), c, idx)  # (1, T, V)
-    except (KeyError, RuntimeError):  # other parameters, or other shapes
-        return False
-    errors = (model.eval()(idx)[0] - expected).norm(dim=-1)  # (1, T)
-    return bool((errors <= TOLERANCE * expected.norm(dim=-1)).all())
-
-
-def activation(x, mlp):
-    """The activation that a GPTConfig calls `mlp`, without model.py."""
-    if mlp == 'swiglu':
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
-    if mlp == 'relu2':
-        return F.relu(x) ** 2
-    return F.gelu(x, approximate='tanh' if mlp == 'gelu' else 'none')
-
-
-def reference_logits(weights, c, idx):
-    """The logits (1, T, V) of GPT-2, Llama or Qwen for idx (1, T), without model.py.
-
-    weights: {our name: tensor}; c: GPTConfig. Raises KeyError if a weight is missing or unused."""
-    def linear(x, name, bias=c.bias):
-        return F.linear(x, weights.pop(f'{name}.weight'),
-                        weights.pop(f'{name}.bias') if bias else None)
-
-    def norm(x, name):
-        weight = weights.pop(f'{name}.weight')
-        if c.rmsnorm:
-            return F.rms_norm(x, weight.shape, weight, c.norm_eps)
-        bias = weights.pop(f'{name}.bias') if c.bias else None
-        return F.layer_norm(x, weight.shape, weight, bias, c.norm_eps)
-
-    def rotate(x):
-        return torch.addcmul(x * cos, x.roll(D // 2, dims=-1), sin)
-
-    D = c.head_size
-    embedding = weights.pop('transformer.wte.weight')
-    x = embedding[idx]  # (1, T, C)
-    positions = torch.arange(idx.size(1))  # (T,)
-    if c.rotary:
-        frequencies = c.rotary_base ** (-torch.arange(D // 2) / (D // 2))
-        turns = c.rotary_length * frequencies / (2 * math.pi)
-        smooth = ((turns - 1) / (4 - 1)).clamp(0, 1)  # low_freq_factor 1, high_freq_factor 4
-        frequencies = frequencies * (smooth + (1 - smooth) / c.rotary_factor)
-        angles = torch.outer(positions, frequencies)  # (T, D/2)
-        cos = angles.cos().repeat(1, 2)  # (T, D)
-        sin = angles.sin().repeat(1, 2)
-        sin[:, :D // 2] *= -1
-    else:
-        x = x + weights.pop('transformer.wpe.weight')[positions]
-    for i in range(c.n_layer):
-        attn, mlp = f'transformer.h.{i}.attn', f'transformer.h.{i}.mlp'
-        qkv = linear(norm(x, f'transformer.h.{i}.ln_1'), f'{attn}.c_attn', c.bias or c.qkv_bias)
-        q, k, v = (y.unflatten(2, (-1, D)).transpose(1, 2)  # (1, H or KV, T, D)
-                   for y in qkv.split(c.qkv_sizes, dim=2))
-        if c.qk_norm:
-            q, k = norm(q, f'{attn}.q_norm'), norm(k, f'{attn}.k_norm')
-        if c.rotary:
-            q, k = rotate(q), rotate(k)
-        repeats = q.size(1) // k.size(1)
-        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + linear(y.transpose(1, 2).flatten(2), f'{attn}.c_proj')
-        hidden = linear(norm(x, f'transformer.h.{i}.ln_2'), f'{mlp}.c_fc')
-        x = x + linear(activation(hidden, c.mlp), f'{mlp}.c_proj')
-    x = norm(x, 'transformer.ln_f')
-    head = embedding if c.tied_head else weights.pop('lm_head.weight')
-    if weights:
-        raise KeyError(*weights)
-    return F.linear(x, head)[..., :c.vocab_size]

@@ -18,27 +18,23 @@ from plaingpt.data.foreign_tokenizer import (
     added_token,
 )
 from plaingpt.data.tokenizers import IdsTokenizer, WordTokenizer, is_chat
-from plaingpt.inference.generation import check_cache
-from plaingpt.inference.hf_architectures import (
-    MAX_TOKENS,
-    OWN_CODE,
-    READABLE,
-    choose_architecture,
-)
+from plaingpt.inference.generation import cached_logits, check_cache, relative_error
+from plaingpt.inference.hf_architectures import OWN_CODE, READABLE, choose_architecture
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import one_line
 
-CHECKED_TOKENS = 30  # that transformers generates, to compare its logits
-CHECK_TOLERANCE = 1e-3  # relative error; rounding gives about 1e-5
-OTHER_VERSION = 'nothing was written; install another version, such as transformers==5.24.0'
+MAX_TOKENS = 8192  # in the longest sequence that is compared
+GENERATED_TOKENS = 30  # the last ones of it, which transformers generates
+CHECK_TOLERANCE = 1e-4  # relative error; rounding gives 1e-6, and the other GELU 2e-4
 
 END_OF_TEXT, PADDING = '<|endoftext|>', '<|padding|>'
 
 
-def write_hf(folder, model, tokenizer, dtype=torch.float32):
+def write_hf(folder, model, tokenizer, dtype=torch.float32, model_type=None):
     """Write the weights, config.json and tokenizer into `folder`, a Path, and the code of a model
-    that transformers has no class for → the name of the architecture. Raises UserError."""
-    model_type = choose_architecture(model)
+    that transformers has no class for → the name of the architecture, which model_type can set.
+    Raises UserError."""
+    model_type = model_type or choose_architecture(model)
     architecture = READABLE[model_type]
     weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
     hf_weights = architecture.write_weights(weights, model.config)
@@ -63,10 +59,13 @@ def write_hf(folder, model, tokenizer, dtype=torch.float32):
 
 
 @torch.no_grad()
-def check_export(folder, model, dtype=torch.float32):
-    """Let transformers generate tokens from what write_hf() wrote, greedily and with its KV cache →
-    whether transformers 5 is installed. Raises UserError if its logits are not those of `model`,
-    whose weights are rounded to `dtype` for this."""
+def check_export(folder, model, dtype=torch.float32, text=(), insisted=False):
+    """Let transformers open what write_hf() wrote → whether transformers 5 is installed. Raises
+    UserError if its logits are not those of `model`, whose weights are rounded to `dtype` for this.
+
+    They are compared over the whole context length: a prompt, which starts with the token ids
+    `text`, and what transformers generates from it, greedily and with its KV cache. Our cache must
+    give the same. insisted: model.py may be edited; compare each token of the vocabulary too"""
     try:
         import transformers
         from transformers import AutoModelForCausalLM, GenerationConfig
@@ -76,10 +75,16 @@ def check_export(folder, model, dtype=torch.float32):
         return False
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    block_size, vocab_size = model.config.block_size, model.config.vocab_size
-    n = min(CHECKED_TOKENS, block_size)
-    prompt = torch.randint(vocab_size, (1, min(8, block_size - n + 1)),
-                           generator=torch.Generator().manual_seed(0))  # (1, T)
+    T = min(model.config.block_size, MAX_TOKENS)
+    n = min(GENERATED_TOKENS, T)
+    generator = torch.Generator().manual_seed(0)
+    some_tokens = torch.randint(model.config.vocab_size, (32,), generator=generator)
+    prompt = some_tokens[torch.randint(32, (T + 1 - n,), generator=generator)]  # they are repeated
+    text = torch.tensor(text[:len(prompt)], dtype=torch.long)
+    prompt = torch.cat((text, prompt[len(text):]))[None]  # (1, T + 1 - n)
+    fix = 'install another version, such as transformers==5.24.0'
+    if insisted:
+        fix = 'export with --format=transformers'
     try:
         theirs = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True,
@@ -90,15 +95,23 @@ def check_export(folder, model, dtype=torch.float32):
             output_logits=True, return_dict_in_generate=True)
     except Exception as e:  # transformers raises many kinds of errors
         raise UserError(f'transformers {transformers.__version__} cannot use this export '
-                        f'({type(e).__name__}: {one_line(e)[:200]}); {OTHER_VERSION}') from None
+                        f'({type(e).__name__}: {one_line(e)[:200]}); nothing was written; '
+                        f'{fix}') from None
     for p in model.parameters():
         p.copy_(p.to(dtype))
     model.config.document_attention = False  # transformers gets one document
-    expected = model(generated.sequences[:, :-1])[0][0, -n:]  # (n, V)
-    errors = (torch.cat(generated.logits) - expected).norm(dim=-1)  # (n,)
-    if not (errors <= CHECK_TOLERANCE * expected.norm(dim=-1)).all():
+    idx = generated.sequences[:, :-1]  # (1, T)
+    expected = model(idx)[0]  # (1, T, V)
+    error = max(relative_error(theirs(idx).logits, expected),
+                relative_error(torch.cat(generated.logits), expected[0, -n:]),
+                relative_error(cached_logits(model, idx, T + 1 - n), expected))
+    if insisted:
+        for ids in torch.arange(model.config.vocab_size)[None].split(T, dim=1):  # each (1, T)
+            error = max(error, relative_error(theirs(ids).logits, model(ids)[0]))
+    if error > CHECK_TOLERANCE:
         raise UserError(f'transformers {transformers.__version__} computes other logits from this '
-                        f'export than this model; {OTHER_VERSION}')
+                        f'export than this model (relative error {error:.2g}); nothing was '
+                        f'written; {fix}')
     return True
 
 

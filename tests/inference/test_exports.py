@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -22,9 +23,10 @@ from plaingpt.data import tokenizers
 from plaingpt.data.tokenizer_choice import make_tokenizer
 from plaingpt.inference.generation import check_cache, generate
 from plaingpt.inference.gguf_export import write_gguf
-from plaingpt.inference.hf_export import hf_tokenizer, write_hf
+from plaingpt.inference.hf_export import check_export, hf_tokenizer, write_hf
 from plaingpt.inference.pretrained import open_pretrained
 from plaingpt.system.errors import UserError
+from plaingpt.training import open_weights
 from plaingpt.training.settings import TrainConfig
 
 BYTES = tokenizers.ByteTokenizer()
@@ -90,6 +92,7 @@ def changed_model(folder, monkeypatch, line, change, **flags):
 
 
 ATTENTION = 'y = attention('
+EMBEDDING = 'x = self.transformer.wte(idx)'
 CHANGED = {  # a line of model.py, what it becomes, flags
     'the branch counts twice': ('x + self.mlp(', 'x + 2 * self.mlp(', {}),
     'a window': (ATTENTION, 'queries = torch.arange(T) if cache is None else cache.columns\n'
@@ -97,11 +100,21 @@ CHANGED = {  # a line of model.py, what it becomes, flags
                             '        near = (distance >= 0) & (distance < 40)\n'
                             '        mask = near if mask is None else near & mask\n'
                             f'        {ATTENTION}', {}),
+    'one token': (EMBEDDING, f'{EMBEDDING} * (1 + (idx == 250))[..., None]', {}),
+    'repeated tokens': (EMBEDDING, 'earlier = F.pad(idx, (1, 0))[:, :-1] if cache is None else '
+                                   'cache.tokens.prepend_earlier(idx[..., None], 1)[:, :-1, 0]\n'
+                                   f'        {EMBEDDING} * (1 + (idx == earlier))[..., None]', {}),
+    'scale of attention': ('is_causal=is_causal,', 'is_causal=is_causal, scale=0.3,', {}),
+    'activation': ("'gelu': partial(F.gelu, approximate='tanh')", "'gelu': F.gelu", {}),
     'queries are not normalized': ('self.q_norm(q.view(B, T, -1, D))', 'q.view(B, T, -1, D)',
                                    dict(LLAMA, qk_norm=True, bias=False))}
 INCONSISTENT = {  # with a cache the model computes something else than without
     'forward scales the logits': ('logits = self.logits(x)  # (B, T, V)',
                                   'logits = self.logits(x) / 2', {}),
+    'values with a cache': ('cache.extend(k, v)', 'cache.extend(k, 1.1 * v)', {}),
+    'repeated tokens without a cache': (
+        EMBEDDING, 'earlier = F.pad(idx, (1, 0), value=-1)[:, :-1]\n'
+                   f'        {EMBEDDING} * (1 + (idx == earlier))[..., None]', {}),
     'a window without a cache': ('else documents.mask\n', 'else documents.mask\n        mask = '
                                  'torch.ones(T, T).tril().triu(-40).bool()\n', {})}
 
@@ -209,6 +222,32 @@ def negate_layer(folder):
     save_file(weights, path, metadata={'format': 'pt'})
 
 
+@pytest.mark.parametrize('name', [*CHANGED, *INCONSISTENT])
+def test_an_architecture_that_an_edited_network_does_not_compute_is_refused(
+        name, tmp_path, capsys, monkeypatch):
+    line, change, flags = {**CHANGED, **INCONSISTENT}[name]
+    folder = exported(Path('in'), shaken(block_size=64, **flags))
+    ours = changed_model(tmp_path, monkeypatch, line, change, block_size=64)
+    monkeypatch.setattr(open_weights, 'GPT', type(ours))
+    kind = json.loads((folder / 'config.json').read_text())['model_type']
+    before = {*Path().iterdir()}
+    assert '--format=transformers' in fails(
+        capsys, monkeypatch, export.main, f'--init_from={folder}', f'--format={kind}', '--dest=out')
+    assert {*Path().iterdir()} == before
+
+
+def test_an_edited_network_is_exported_as_an_architecture_that_it_still_computes(
+        tmp_path, capsys, monkeypatch):
+    folder = exported(Path('in'), shaken(block_size=64))
+    ours = changed_model(tmp_path, monkeypatch, EMBEDDING, f'{EMBEDDING} * 1.0', block_size=64)
+    monkeypatch.setattr(open_weights, 'GPT', type(ours))
+    export.main([f'--init_from={folder}', '--dest=code'])
+    assert '--format=gpt2' in capsys.readouterr().out
+    assert Path('code/model.py').exists()
+    export.main([f'--init_from={folder}', '--dest=gpt2', '--format=gpt2'])
+    assert not Path('gpt2/model.py').exists()
+
+
 def test_what_transformers_computes_otherwise_is_not_exported(pretrained, capsys, monkeypatch):
     change_exports(monkeypatch, negate_layer)
     assert 'transformers' in fails(capsys, monkeypatch, export.main, f'--init_from={pretrained}',
@@ -222,6 +261,23 @@ def test_what_transformers_computes_alike_is_exported(dtype, pretrained, hub, ca
     assert not hub.requests  # it was opened without the network
     assert not capsys.readouterr().err
     assert Path('out/README.md').exists()
+
+
+def test_an_export_is_compared_on_the_text_that_is_given(tmp_path):
+    ours = shaken(block_size=64, tied_head=False)
+    folder = exported(tmp_path / 'a', ours)
+    weights = load_file(folder / 'model.safetensors')
+    weights['transformer.wte.weight'][200] *= 2
+    save_file(weights, folder / 'model.safetensors', metadata={'format': 'pt'})
+    assert check_export(folder, ours, text=[1, 2, 3])
+    with pytest.raises(UserError, match='transformers'):
+        check_export(folder, ours, text=[1, 200, 3])
+
+
+def test_the_text_is_the_validation_split_of_the_run(trained, char_data, tmp_path):
+    ids = export.validation_tokens(open_weights.open_weights(trained))
+    assert ids.tolist() == np.fromfile(char_data / 'val.bin', '<u2')[:len(ids)].tolist() != []
+    assert not export.validation_tokens(open_pretrained(exported(tmp_path / 'a', shaken())))
 
 
 def test_an_export_whose_cache_transformers_does_not_use_is_refused(capsys, monkeypatch):
@@ -242,6 +298,16 @@ def test_an_export_says_if_it_was_not_compared(capsys, monkeypatch):
     export.main([f'--init_from={folder}', '--dest=out'])
     assert 'transformers 5' in capsys.readouterr().out
     assert Path('out/model.safetensors').exists()
+    assert 'pip install transformers' in fails(
+        capsys, monkeypatch, export.main, f'--init_from={folder}', '--dest=gpt2', '--format=gpt2')
+    assert not Path('gpt2').exists()
+
+
+def test_an_architecture_that_cannot_express_a_model_is_refused(capsys, monkeypatch):
+    folder = exported(Path('in'), shaken(block_size=64))
+    assert '--format=transformers' in fails(
+        capsys, monkeypatch, export.main, f'--init_from={folder}', '--dest=out', '--format=llama')
+    assert [*Path().iterdir()] == [folder]
 
 
 @pytest.fixture

@@ -391,7 +391,8 @@ class GPT(nn.Module):
 
     def loss(self, logits, targets):
         """logits (…, V), targets (…) → the cross-entropy in nats, summed over the targets that are
-        not -1. Training, evaluation and plans all use this definition."""
+        not -1. Training, evaluation and plans all use this definition, for some of the tokens at a
+        time: a term that depends on anything else belongs in forward()."""
         logits, targets = logits.flatten(0, -2), targets.flatten()  # (N, V), (N,)
         return F.cross_entropy(logits.float(), targets, ignore_index=-1, reduction='sum')
 

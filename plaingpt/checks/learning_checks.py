@@ -189,6 +189,7 @@ def step_follows_the_gradient(run):
         gradient = torch.zeros_like(p) if p.grad is None else p.grad
         if largest_change(gradient, gradients[name]) > LOOSE_TOLERANCE:
             return f'the gradient of {name} after two micro-batches is not that of their mean loss'
+    gradient_of = {p: gradients[name] for name, p in model.named_parameters()}
     with_state = []  # the parameters that have a state after each step of the optimizer
     hook = step.optimizer.register_step_post_hook(lambda optimizer, *_: with_state.append(
         [p for p, state in optimizer.state.items() if state]))
@@ -196,7 +197,7 @@ def step_follows_the_gradient(run):
     hook.remove()
     if len(with_state) != 1:
         return f'an update calls optimizer.step() {len(with_state)} times instead of once'
-    if not all(step.optimizer.state.get(p) for p in with_state[0]):
+    if not all(has_state(step.optimizer, p) for p in with_state[0] if gradient_of[p].any()):
         return "an update clears the optimizer's state, such as its momentum"
     if any(p.grad is not None and p.grad.any() for p in model.parameters()):
         return 'gradients remain after a step: zero_grad is not called'
@@ -207,6 +208,13 @@ def step_follows_the_gradient(run):
                 for name, p in model.named_parameters())
     if not slope < 0:
         return 'a step does not follow the gradient: the loss goes up'
+
+
+def has_state(optimizer, p):
+    """Whether the optimizer has a state for p, and no tensor of it is all zeros."""
+    state = optimizer.state.get(p, {})
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return bool(state) and all(value.any() for value in tensors)
 
 
 def unchanged_by_step(optimizer, model, before, gradients):

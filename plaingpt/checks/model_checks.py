@@ -17,7 +17,7 @@ from plaingpt.system.formatting import count_of
 TEXT_TOKENS = 256  # ids of the small model's text
 BOS_ID = TEXT_TOKENS  # the id that starts a document
 MAX_LENGTH = 32  # tokens per sequence, in checks that do not need a whole block
-SHORT = 16  # tokens of a sequence that is changed at each position
+SHORT = 64  # tokens of a sequence that is changed at each position
 # Tolerances relative to the RMS: for rounding alone (a token that is visible changes more), and for
 # sums that are taken in another order or dtype.
 TOLERANCE, LOOSE_TOLERANCE = 1e-5, 3e-3
@@ -66,10 +66,11 @@ def largest_change(a, b):
 
 
 @torch.no_grad()
-def output_changes(run, idx, *changed):
+def output_changes(run, idx, *changed, training=True):
     """Change some tokens of idx (B, T) → how much each input of the head changes, relative to the
-    RMS of all: one (B, T) for each index into (B, T) in `changed`. Dropout stays the same."""
-    run.model.train()
+    RMS of all: one (B, T) for each index into (B, T) in `changed`. Dropout stays the same.
+    training: in train mode, else in eval mode"""
+    run.model.train(training)
     outputs = []
     for where in (None, *changed):
         tokens = idx.clone()
@@ -85,18 +86,20 @@ def output_changes(run, idx, *changed):
 
 
 def attention_is_causal(run):
-    """Change all tokens from a position on: from each position of a short sequence, and from two
-    of a whole block."""
+    """Change all tokens from a position on: from each position of a short sequence, and from a few
+    of a whole block, in eval mode."""
     T = run.model.config.block_size
-    for length, positions in ((min(T, SHORT), range(SHORT)), (T, (T // 2 + 1, T - 1))):
-        positions = [t for t in positions if 0 < t < length]
+    anywhere = np.random.default_rng(0).integers(1, max(2, T), 3)
+    for training, length, positions in (
+            (True, min(T, SHORT), range(SHORT)), (False, T, {T // 2 + 1, T - 1, *anywhere})):
+        positions = [int(t) for t in positions if 0 < t < length]
         if not positions:
             continue
         idx = random_tokens(run.model, 1, length).repeat(len(positions), 1)
         idx[:, length // 4] = BOS_ID  # with document_attention, a second document starts here
         columns = torch.arange(length, device=idx.device)
         changed = columns >= torch.tensor(positions, device=idx.device)[:, None]  # (positions, T)
-        changes, = output_changes(run, idx, changed)
+        changes, = output_changes(run, idx, changed, training=training)
         leaks = (changes > TOLERANCE) & ~changed
         if leaks.any():
             row = int(leaks.any(dim=1).nonzero()[-1])

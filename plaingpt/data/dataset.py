@@ -337,7 +337,7 @@ def describe_batches(config, dataset, train_data, val_data):
     elif not config.minutes:
         amounts += describe_epochs(dataset, train_data, config.max_iters)
     if config.minutes:
-        minutes = count_of(f'{config.minutes:g}', 'minute')
+        minutes = count_of(f'{config.minutes:.3g}', 'minute')
         amounts.append(f'{minutes} (max_iters, lr_decay_iters and eval_interval have no effect; '
                        'warmup ends after a tenth)')
     lines = [f'{dataset.folder}: {tokens:,} training tokens, vocabulary {dataset.vocab_size:,} | '

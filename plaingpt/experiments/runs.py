@@ -134,8 +134,7 @@ def inputs_of(argv):
     config = load_config(TrainConfig, argv)
     settings = {key: value for key, value in asdict(config).items() if key not in OUTPUTS}
     config_files = [find_recipe(arg) for arg in argv if not arg.startswith('--')]
-    code = [*(ROOT / name for name in ('train.py', 'model.py', 'configurator.py')),
-            *sorted(ROOT.glob('plaingpt/**/*.py'))]
+    code = sorted([*ROOT.glob('*.py'), *ROOT.glob('plaingpt/**/*.py')])
     data = None
     if has_token_files(config.dataset):
         dataset = open_dataset_spec(config.dataset, config.vocab_size)

@@ -42,8 +42,8 @@ def evaluate(run, monitor, is_last):
     run.stop.raise_if_stopped()
     val_loss = run.dataset.mean(losses)
     val_stderr = mixture_stderr(run.dataset, [stderr for _, stderr in results])
-    # a short evaluation is one to beat, but is not called the best: there is no checkpoint of it
-    is_best = progress.record_evaluation(val_loss, val_stderr) and not is_short
+    # the initial loss is one to beat, but is not called the best: there is no checkpoint of it
+    is_best = progress.record_evaluation(val_loss, val_stderr) and progress.iter_num > 0
     monitor.metrics.evaluation(progress.iter_num, train_loss, val_loss, val_stderr, is_best, sample)
     monitor.log_scores(scores)
 

@@ -69,8 +69,13 @@ class LossInChunks(torch.autograd.Function):
             with torch.enable_grad():
                 x_i = x[i:i + chunk].detach().requires_grad_()  # (n, C)
                 loss_i = loss_of(x_i, targets[i:i + chunk])
-                grad_x[i:i + chunk], *grads = torch.autograd.grad(
-                    loss_i, (x_i, *parameters), allow_unused=True)
+                try:
+                    grad_x[i:i + chunk], *grads = torch.autograd.grad(
+                        loss_i, (x_i, *parameters), allow_unused=True)
+                except RuntimeError as error:
+                    error.add_note('GPT.loss may depend on its arguments and the head alone; add '
+                                   'other terms to the loss in GPT.forward')
+                    raise
             loss += loss_i.detach()
             for k, grad in enumerate(grads):
                 if grad is not None:

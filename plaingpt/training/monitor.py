@@ -120,14 +120,19 @@ class Monitor:
         metrics.bar.update()
         if iter_num % self.run.config.log_interval == 0:
             metrics.step(iter_num, all_reduce_mean(loss.clone()), lr, grad_norm)
-            if errors := self.counter.errors(iter_num):
-                metrics.write(iter_num, **errors)  # for a diagnosis
+            self.report_optimizer_misuse()
             self.skipped.report(iter_num, metrics.print)  # the host has just waited for the device
         if self.health.due(iter_num):
             with metrics.paused('health check'), self.full_model() as model:
                 if self.writing:
                     metrics.write(iter_num, **self.health.measure(model))
         self.record_film(iter_num, fraction_done)
+
+    def report_optimizer_misuse(self):
+        """Log missing and extra steps of the optimizer, for a diagnosis."""
+        iter_num = self.run.progress.iter_num
+        if errors := self.counter.errors(iter_num):
+            self.metrics.write(iter_num, **errors)
 
     def record_film(self, iter_num, fraction_done):
         if self.film and self.film.is_due(iter_num, fraction_done):
@@ -210,6 +215,7 @@ class Monitor:
         """Close the logs, write the report, and print how the run ended. Raises UserError if the
         run gave up; exits with status 1 if its last checkpoint could not be saved."""
         run, config = self.run, self.run.config
+        self.report_optimizer_misuse()
         self.metrics.close()
         if run.world.is_main and not config.eval_only:
             record = dict(self.record, config=asdict(config), ending=ending,

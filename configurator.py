@@ -297,7 +297,8 @@ def name_positionals(cls, argv, key, several):
 
 
 OTHER_NAMES = {  # our key: its names in other libraries, beside those that resemble ours
-    'start': 'prompt', 'max_new_tokens': 'max_length length', 'temperature': 'temp',
+    'start': 'prompt', 'num_samples': 'n', 'max_new_tokens': 'max_length length',
+    'temperature': 'temp',
     'init_from': 'model model_path model_name_or_path ckpt ckpt_path resume',
     'max_iters': 'epochs num_epochs num_train_epochs steps num_steps iterations',
     'block_size': 'seq_len seq_length max_seq_len max_length context_length context_size',

@@ -221,8 +221,9 @@ def as_list(value, where):
             value = json.loads(value)
     if isinstance(value, dict) and value \
             and all(isinstance(column, list) for column in value.values()):
-        value = [dict(zip(value, row, strict=True))
-                 for row in zip(*value.values(), strict=False)]
+        if len({len(column) for column in value.values()}) > 1:
+            raise Unusable(where, 'columns of different lengths', f': {as_json(value)}')
+        value = [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
     if not isinstance(value, list) or not value:
         raise Unusable(where, 'no messages', f': expected a list, got {as_json(value)}')
     return value

@@ -161,6 +161,15 @@ def leak(to, source):
     return after_attention(change)
 
 
+def leak_in_eval_mode(patch):
+    def change(forward):
+        def changed(self, *arguments):
+            y = forward(self, *arguments)
+            return y if self.training else y + y.roll(-1, 1)
+        return changed
+    patch(model.CausalSelfAttention, 'forward', change)
+
+
 def leak_between_rows(to, source):
     def change(y):
         if len(y) > max(to, source):
@@ -189,6 +198,13 @@ def step_twice(update, step, lr):
 def state_cleared(update, step, lr):
     norm = update(step, lr)
     step.optimizer.state.clear()
+    return norm
+
+
+def state_zeroed(update, step, lr):
+    norm = update(step, lr)
+    for state in step.optimizer.state.values():
+        state['exp_avg'].zero_()
     return norm
 
 
@@ -229,6 +245,9 @@ SPOILED = {
             | (torch.arange(T) >= 40)[:, None]), {'block_size': 64}),
         ('one token leaks into the first three', leak(slice(0, 3), slice(5, 6)), {}),
         ('the second token leaks into the first', leak(slice(0, 1), slice(1, 2)), {}),
+        ('a token leaks to one just before it', leak(slice(20, 21), slice(25, 26)),
+         {'block_size': 32}),
+        ('the future leaks in eval mode alone', leak_in_eval_mode, {}),
         ('n-grams contain the next token', replaced(
             model.NgramEmbedding, 'forward', ngrams_of_later_tokens), {'ngram_rows': 50})],
     'weights_outlive_their_decay': [
@@ -335,6 +354,7 @@ SPOILED = {
         ('two steps per update', around_steps(step_twice), {}),
         ('two steps of SGD per update', around_steps(step_twice), {'optimizer': 'sgd'}),
         ('the state is cleared', around_steps(state_cleared), {}),
+        ('the state is zeroed', around_steps(state_zeroed), {}),
         ('the momentum of Muon is cleared', around_steps(state_cleared), {'optimizer': 'muon'}),
         ('biases and norms are left out', around_steps(vectors_left_out), {})],
     'learning_rate_lasts': [

@@ -132,6 +132,7 @@ UNUSABLE = [  # a second row, and the word by which its author finds the problem
     (said(HI, assistant(weight=0)), 'reply'),
     (said(), 'messages'), ({'messages': 'hi'}, 'messages'), ({'messages': None}, 'messages'),
     ({'messages': 5}, 'messages'), ({'Conversation': 'hi'}, 'Conversation'),
+    ({'messages': {'role': ['user', 'assistant'], 'content': ['hi']}}, 'role'),
     ({'messages': {}}, '{}'), ({'messages': HI}, 'list'), ({'messages': ['hi']}, 'reply'),
     (said({'role': 'user'}, YO), 'message 1: no content'), (said(HI, 'yo'), 'message 2'),
     (said(user(['h', 'i']), YO), 'message 1'),

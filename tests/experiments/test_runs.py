@@ -221,7 +221,8 @@ def test_a_run_of_the_same_ingredients_is_not_repeated(words, repeat):
 @pytest.mark.parametrize('change', [
     lambda: append('recipe.py'),
     lambda: Path('numbers_of_mine.py').write_text('max_iters = 8888\n'),
-    lambda: append('code/model.py'), lambda: append('code/plaingpt/weights.py'),
+    lambda: append('code/model.py'), lambda: append('code/mylayer.py'),
+    lambda: append('code/plaingpt/weights.py'),
     lambda: replace('weights/model.safetensors', 'wejghts'),
     lambda: replace('weights/config.json', '{"model_type": "gpt2", "n_positions": 2048}'),
     lambda: replace('weights/tokenizer.json', '[]'),

@@ -1,6 +1,7 @@
 """How far a run is, by iterations or by the time of --minutes."""
 
 import itertools
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -197,9 +198,12 @@ def test_a_timed_run_says_which_settings_have_no_effect(tiny, tmp_path, capsys, 
     (tmp_path / 'recipe.py').write_text('max_iters = 1\nlr_decay_iters = 7\neval_interval = 5\n')
     resume = [f'{tmp_path}/recipe.py', '--init_from=resume', f'--out_dir={tmp_path}/out']
     train.main([*resume, '--minutes=0.02'])
-    for printed in capsys.readouterr().out.split('resumed from'):
-        assert 'max_iters, lr_decay_iters and eval_interval have no effect' in printed
-        assert 'changed: max_iters' not in printed
+    printed = capsys.readouterr().out
+    first, = re.findall('iter +0 .*', printed)
+    assert 'val loss' in first and 'best' not in first
+    for run in printed.split('resumed from'):
+        assert 'max_iters, lr_decay_iters and eval_interval have no effect' in run
+        assert 'changed: max_iters' not in run
 
 
 # -----------------------------------------------------------------------------

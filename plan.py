@@ -116,7 +116,7 @@ def print_memory(gpt_config, config, dtype, device_type, available):
     plan = memory.predict(gpt_config, config, dtype, device_type)
     parallel = f', {config.parallel}' if config.processes > 1 else ''
     print(f'memory per process: {config.accumulation() // config.processes} × '
-          f'{count_of(config.batch_size, "sequence")} per step, {dtype}{parallel}; peak in '
+          f'{config.batch_size} sequences per step, {dtype}{parallel}; peak in '
           f'"{plan.peak_phase}"')
     for category, size in plan.phases[plan.peak_phase].items():
         print(f'  {gib(size):>12}  {category}')

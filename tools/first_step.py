@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 STARTED_AT = psutil.Process().create_time()  # of this process
 # functions that train.py calls
 PHASES = ('choose_device', 'open_data', 'choose_dtype', 'fit_to_memory', 'open_batches',
-          'GPT', 'build_optimizer', 'setup', 'preflight', 'Monitor', 'evaluate', 'save')
+          'GPT', 'build_optimizer', 'build', 'setup', 'preflight', 'Monitor', 'evaluate', 'save')
 
 
 class Stopwatch:
@@ -56,7 +56,7 @@ def main(argv):
     from train import Step
     stopwatch.rows[0][3] = time.time() - STARTED_AT
     for name in PHASES:
-        stopwatch.watch(devices if name == 'choose_device' else train, name)
+        stopwatch.watch(devices if name in ('choose_device', 'choose_dtype') else train, name)
     stopwatch.watch(Step, 'forward_backward', 'forward and backward')
     stopwatch.watch(Step, 'update')
     with tempfile.TemporaryDirectory() as out_dir:

@@ -91,7 +91,7 @@ def changed_model(folder, monkeypatch, line, change, **flags):
     return shaken(GPT=module.GPT, GPTConfig=module.GPTConfig, **flags)
 
 
-ATTENTION = 'y = attention('
+ATTENTION = 'y = self.sdpa('
 EMBEDDING = 'x = self.transformer.wte(idx)'
 CHANGED = {  # a line of model.py, what it becomes, flags
     'the branch counts twice': ('x + self.mlp(', 'x + 2 * self.mlp(', {}),
@@ -109,8 +109,8 @@ CHANGED = {  # a line of model.py, what it becomes, flags
     'queries are not normalized': ('self.q_norm(q.view(B, T, -1, D))', 'q.view(B, T, -1, D)',
                                    dict(LLAMA, qk_norm=True, bias=False))}
 INCONSISTENT = {  # with a cache the model computes something else than without
-    'forward scales the logits': ('logits = self.logits(x)  # (B, T, V)',
-                                  'logits = self.logits(x) / 2', {}),
+    'forward scales the logits': ('return self.logits(x), None',
+                                  'return self.logits(x) / 2, None', {}),
     'values with a cache': ('cache.extend(k, v)', 'cache.extend(k, 1.1 * v)', {}),
     'repeated tokens without a cache': (
         EMBEDDING, 'earlier = F.pad(idx, (1, 0), value=-1)[:, :-1]\n'

@@ -53,7 +53,8 @@ def val_loss(theirs):
     return theirs(rows, labels=rows).loss.item()
 
 
-@pytest.mark.parametrize('kind', ['char', 'bpe:300', 'gpt2'])
+@pytest.mark.parametrize('kind', ['char', *(
+    pytest.param(kind, marks=pytest.mark.slow) for kind in ('bpe:300', 'gpt2'))])
 def test_a_model_of_text_writes_the_same_in_transformers(kind, text_file):
     command('prepare', 'text', text_file, f'--tokenizer={kind}', '--data_dir=data/mine')
     theirs = train_resume_evaluate_export(*MODEL)
@@ -95,6 +96,7 @@ def test_a_chat_model_answers_the_same_in_transformers():
     assert f'> {answer}\n> ' in said
 
 
+@pytest.mark.slow
 def test_gpt2_by_its_name_writes_the_same_in_transformers(hub):
     theirs = save_gpt2(hub.model('openai-community/gpt2'))
     from transformers import AutoTokenizer

@@ -63,7 +63,7 @@ def test_a_run_is_the_same_however_its_steps_are_shared_out(recipe, way, whole, 
     for key in ('loss', 'grad_norm', 'health/update_ratio/h.0', 'train_loss', 'val_loss',
                 'own_logp', 'sample'):
         one, other = ([line[key] for line in lines(out, key)] for out in (whole, tmp_path / 'out'))
-        assert other == pytest.approx(one, rel=1e-5, abs=1e-5), key
+        assert other == pytest.approx(one, abs=2e-5), key
     for one, other in zip(weights(whole), weights(tmp_path / 'out'), strict=True):
         assert torch.allclose(one, other, atol=1e-5)
 

@@ -63,6 +63,7 @@ def test_a_film_has_the_attention_of_the_model(filmed):
     assert (torch.tensor(maps[1] / 255) - expected).abs().max() < 0.003
 
 
+@pytest.mark.slow
 def test_the_film_of_a_resumed_run_matches_the_uninterrupted_one(tiny, tmp_path):
     out = tmp_path / 'out'
     train.main([*tiny, '--film'])

@@ -34,6 +34,7 @@ def run(tiny, tmp_path, capsys):
     return start
 
 
+@pytest.mark.slow
 def test_a_run_tells_how_much_of_its_validation_text_its_weights_were_trained_on(run):
     assert run('first', 'a') is None
     assert run('second', 'b', init_from='a') == pytest.approx(0.5, abs=0.02)

@@ -140,13 +140,14 @@ def norm(config, size):
 
 def rotary_table(config):
     """cos and sin of the angle by which each position rotates each pair of channels (i, i + D/2):
-    2 × (block_size, D/2)."""
+    2 × (block_size, D). The first half of sin is negated, as rotate() expects."""
     n = config.head_size // 2
     frequencies = config.rotary_base ** (-torch.arange(n) / n)  # (D/2,), radians per position
     if config.rotary_factor != 1:
         frequencies = frequencies * llama3_scaling(frequencies, config)
     angles = torch.outer(torch.arange(config.block_size), frequencies)  # (block_size, D/2)
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def llama3_scaling(frequencies, config):
@@ -158,12 +159,10 @@ def llama3_scaling(frequencies, config):
 
 
 def rotate(x, cos, sin):
-    """Rotate each pair of channels: x (B, H, T, D); cos, sin (…, T, D/2) → (B, H, T, D)."""
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    x1, x2 = x.chunk(2, dim=-1)  # 2 × (B, H, T, D/2)
-    y1 = torch.addcmul(x1 * cos, x2, sin, value=-1)  # x1·cos − x2·sin
-    y2 = torch.addcmul(x2 * cos, x1, sin)  # x2·cos + x1·sin
-    return torch.cat((y1, y2), dim=-1)
+    """x (B, H, T, D); cos, sin (…, T, D) from rotary_table → (B, H, T, D). A pair of channels
+    (a, b) becomes (a·cos − b·sin, b·cos + a·sin)."""
+    swapped = x.roll(x.size(-1) // 2, dims=-1)  # channels i and i + D/2 change places
+    return torch.addcmul(x * cos.to(x.dtype), swapped, sin.to(x.dtype))
 
 
 class Documents(NamedTuple):
@@ -343,7 +342,7 @@ class GPT(nn.Module):
         if config.tied_head:
             self.lm_head.weight = self.transformer.wte.weight
         if config.rotary:
-            cos, sin = rotary_table(config)  # 2 × (block_size, D/2)
+            cos, sin = rotary_table(config)  # 2 × (block_size, D)
             self.register_buffer('cos', cos, persistent=False)
             self.register_buffer('sin', sin, persistent=False)
         self.loss_in_chunks = None  # train.py sets it, to compute loss() with less memory
@@ -416,7 +415,7 @@ class GPT(nn.Module):
         if self.config.learned_positions:
             x = x + self.transformer.wpe(positions)  # (B, T, C) + (T, C) or (B, T, C)
         rotary = None
-        if self.config.rotary:  # 2 × (1, T, D/2), or (B, 1, T, D/2) if rows differ in positions
+        if self.config.rotary:  # 2 × (1, T, D), or (B, 1, T, D) if positions differ between rows
             rotary = self.cos[positions].unsqueeze(-3), self.sin[positions].unsqueeze(-3)
         x = self.transformer.drop(x)
         device = x.device.type

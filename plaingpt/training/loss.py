@@ -4,9 +4,10 @@ from functools import partial
 
 import torch
 
-MIN_LOGITS = 2**23  # fewer logits are computed at once: they take 32 MiB in float32
-CPU_CHUNK = 512  # tokens: their logits should stay in the cache
-CHUNK_SIZES = 2048, 4096, 8192  # tokens, on other devices
+CACHED_LOGITS = 2**20  # 4 MiB in float32, which fits into the caches of two CPU cores
+MIN_CPU_CHUNK = 256  # tokens; below this, overhead outweighs the gain from the cache
+MIN_LOGITS = 2**23  # on a GPU, fewer logits are computed at once: they take 32 MiB in float32
+CHUNK_SIZES = 2048, 4096, 8192  # tokens, on a GPU
 
 
 def compute_loss_in_chunks(model, compile=False):
@@ -20,12 +21,13 @@ def compute_loss_in_chunks(model, compile=False):
 def chunk_size(tokens, vocab_size, device_type):
     """The number of tokens whose logits are in memory at once.
 
-    On a GPU, it is one of CHUNK_SIZES, at most half of the tokens: each chunk reads the head's
-    weight and accumulates its gradient, which takes as long as about 500 tokens."""
+    On a CPU, their logits fit into the cache. On a GPU, it is one of CHUNK_SIZES, at most half of
+    the tokens: each chunk reads the head's weight and accumulates its gradient, which takes as long
+    as about 500 tokens."""
+    if device_type == 'cpu':
+        return min(tokens, max(MIN_CPU_CHUNK, CACHED_LOGITS // vocab_size))
     if tokens * vocab_size <= MIN_LOGITS:
         return tokens
-    if device_type == 'cpu':
-        return CPU_CHUNK
     return max(size for size in CHUNK_SIZES if 2 * size <= tokens or size == CHUNK_SIZES[0])
 
 

@@ -210,7 +210,7 @@ def predict(gpt_config, config, dtype, device_type):
                        device_type)
     # Memory is linear in each dimension, for batches of whole chunks of the loss.
     chunk_sequences = max(1, math.ceil(chunk / gpt_config.block_size))
-    batch_sizes = (2 * chunk_sequences, 3 * chunk_sequences)
+    batch_sizes = (4 * chunk_sequences, 5 * chunk_sequences)
     depths = interpolation_weights(gpt_config.n_layer, *DEPTHS)
     lengths = interpolation_weights(gpt_config.block_size, *(chunk * n for n in LENGTHS))
     batches = interpolation_weights(config.batch_size, *batch_sizes)

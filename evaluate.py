@@ -34,6 +34,7 @@ from plaingpt.system.distributed import gloo_group, launched_world, print0, proc
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
 from plaingpt.training.evaluation import mean_loss
+from plaingpt.training.loss import loss_in_chunks
 from plaingpt.training.open_weights import ModelChoice, load
 from plaingpt.training.start import trained_on
 
@@ -191,7 +192,7 @@ class SequenceLosses(torch.nn.Module):
 
     def forward(self, idx, targets):
         x = self.gpt.hidden(idx)  # (B, T, C)
-        totals = [self.gpt.loss(self.gpt.logits(x_i), targets_i)
+        totals = [loss_in_chunks(self.gpt, x_i, targets_i)
                   for x_i, targets_i in zip(x, targets, strict=True)]
         counts = (targets != -1).sum(dim=1).clamp(min=1)
         return None, torch.stack(totals) / counts

@@ -52,8 +52,8 @@ class BadSteps:
 
 
 class SkippedSteps:
-    """Writes BadSteps to anomalies.jsonl and decides when the run gives up. `report`
-    waits for the device, so call it where the host waits anyway.
+    """Writes BadSteps to anomalies.jsonl and decides when the run gives up. `report` waits for the
+    device, so call it where the host waits anyway.
 
     path: of anomalies.jsonl; loader: the BatchLoader that knows which sequences a step trained on
     """

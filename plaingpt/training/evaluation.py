@@ -24,9 +24,8 @@ def evaluate(run, monitor, is_last):
     step, progress = run.step, run.progress
     # The first evaluation of a new run reads one step's sequences only: enough to see that the loss
     # is about ln(vocab_size). A timed run evaluates in full, to measure how long that takes.
-    is_short = run.is_new and not is_last and not run.config.minutes
     sequences = progress.eval_sequences
-    if is_short:
+    if run.is_new and not is_last and not run.config.minutes:
         sequences = min(sequences, run.config.step_sequences())
 
     def evaluate_split(loader):

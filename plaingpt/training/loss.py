@@ -80,8 +80,10 @@ class LossInChunks(torch.autograd.Function):
                     raise
             loss += loss_i.detach()
             for k, grad in enumerate(grads):
-                if grad is not None:
-                    gradients[k] = grad if i == 0 else gradients[k].add_(grad)
+                if gradients[k] is None:
+                    gradients[k] = grad
+                elif grad is not None:
+                    gradients[k] += grad
         ctx.save_for_backward(grad_x, *gradients)
         return loss
 

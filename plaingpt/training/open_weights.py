@@ -113,8 +113,8 @@ def load(choice):
         description = as_chat(description, source)
     if description is None:
         from plaingpt.data.foreign_tokenizer import SUPPORTED
-        file_names = ', '.join(weights.tokenizer_files) or 'none'
-        raise UserError(f'{source} has no supported tokenizer ({SUPPORTED}; found {file_names}): pass '
+        names = ', '.join(weights.tokenizer_files) or 'none'
+        raise UserError(f'{source} has no supported tokenizer ({SUPPORTED}; found {names}): pass '
                         f'the one that it was trained with ({model.config.vocab_size} tokens) as '
                         '--tokenizer=data/NAME, a run, a model, gpt2 or byte')
     tokenizer = tokenizers.from_json(description)

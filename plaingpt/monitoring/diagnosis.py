@@ -76,11 +76,13 @@ def optimizer_misused(rows, run):
     for row in rows_with(rows, 'missed_steps'):
         times = count_of(abs(row['missed_steps']), 'time')
         too = 'too few' if row['missed_steps'] > 0 else 'too many'
-        return (f'after iteration {row["iter"]}, optimizer.step() was called {times} {too}', 'check that each iteration calls optimizer.step() once, and that the '
+        return (f'after iteration {row["iter"]}, optimizer.step() was called {times} {too}',
+                'check that each iteration calls optimizer.step() once, and that the '
                 'optimizer is not built again')
     for row in rows_with(rows, 'lost_states'):
         return (f'by iteration {row["iter"]}, the state of the optimizer, such as its momentum, '
-                f'was lost {count_of(row["lost_states"], "time")}', 'look for what clears optimizer.state')
+                f'was lost {count_of(row["lost_states"], "time")}',
+                'look for what clears optimizer.state')
 
 
 def diverging(rows, run):

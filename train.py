@@ -24,12 +24,15 @@ from plaingpt.checks.preflight import preflight
 from plaingpt.data.batches import BatchLoader
 from plaingpt.data.dataset import Dataset, Mixture, describe_batches, open_data
 from plaingpt.data.mixtures import MixedLoader
+from plaingpt.monitoring.metrics import Metrics
+from plaingpt.monitoring.observers import Observers
+from plaingpt.monitoring.run_folder import close_run_folder, open_run_folder
+from plaingpt.monitoring.samples import check_tasks
 from plaingpt.parallel.blocks import apply_activation_checkpointing, compile_blocks
 from plaingpt.system import devices
 from plaingpt.system.distributed import (
     Stopped,
     StopRequest,
-    World,
     all_gather,
     check_shared,
     full_tensor,
@@ -42,16 +45,16 @@ from plaingpt.system.errors import phase, run_script
 from plaingpt.system.files import lock_output_dir
 from plaingpt.system.formatting import command_for, count_of, quoted
 from plaingpt.training.attention import use_fast_attention
-from plaingpt.training.bad_steps import BadSteps
+from plaingpt.training.bad_steps import BadSteps, SkippedSteps
 from plaingpt.training.checkpoint import KEEP_NEWEST, Saver
-from plaingpt.training.evaluation import check_tasks, evaluate
+from plaingpt.training.evaluation import evaluate, val_bytes_per_token
 from plaingpt.training.loss import compute_loss_in_chunks
 from plaingpt.training.memory import fit_to_memory
-from plaingpt.training.monitor import Monitor
 from plaingpt.training.optimizers import build_optimizer, ema_weights, resume_ema
 from plaingpt.training.progress import (
     FINISHED,
     TIME_UP,
+    DataPosition,
     IterationClock,
     MinuteClock,
     Progress,
@@ -63,7 +66,6 @@ from plaingpt.training.start import (
     check_resumable,
     resolve_gpt_config,
     resolve_minutes,
-    resumed_eval_sequences,
     with_gpt_config,
 )
 
@@ -78,14 +80,17 @@ class Step:
 
     model: torch.nn.Module  # a GPT, perhaps compiled, and in DDP or FSDP
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    autocast: object  # context of the forward pass
+    device: torch.device
+    dtype: str  # of autocast
+    compile: bool | str  # True, False or 'blocks'
     grad_clip: float  # maximum gradient norm; 0: no clipping
-    micro_steps: int = 1  # micro-batches per step on this process
+    micro_steps: int  # micro-batches per step on this process
 
     def __post_init__(self):
+        self.autocast = devices.autocast(self.device, self.dtype)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == 'float16')
+        self.bad_steps = BadSteps(self.scaler, self.device)
         self.loss = None  # of the last forward_backward
-        self.bad_steps = BadSteps(self.scaler, next(self.model.parameters()).device)
 
     def forward_backward(self, batches):
         """Accumulate the gradients of the micro-batches. Return this process's mean loss, on the
@@ -135,6 +140,16 @@ class Step:
         optimizer.zero_grad(set_to_none=not is_ddp)
         return grad_norm
 
+    def state_dict(self):
+        """What a checkpoint stores besides the tensors of the model and the optimizer."""
+        return {'dtype': self.dtype, 'scaler': self.scaler.state_dict(),
+                'averaged_steps': self.optimizer.averaged_steps}
+
+    def load_state_dict(self, state):
+        resume_ema(self.optimizer, state['averaged_steps'])
+        if state['scaler']:  # empty unless the checkpoint was trained in float16
+            self.scaler.load_state_dict(state['scaler'])
+
 
 def build(gpt_config, config, device, dtype, compile=False, weights=None):
     """Make a GPT that is ready to train, with its step → (GPT, Step).
@@ -166,10 +181,8 @@ def build(gpt_config, config, device, dtype, compile=False, weights=None):
     wrapped_model = torch.compile(model) if compile and not compile_by_block else model
     if world.size > 1 and not use_fsdp:
         wrapped_model = replicate(wrapped_model, device)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
-    step = Step(wrapped_model, build_optimizer(model, config), scaler,
-                devices.autocast(device, dtype), config.grad_clip,
-                micro_steps=config.accumulation() // config.world_size())
+    step = Step(wrapped_model, build_optimizer(model, config), device, dtype, compile,
+                config.grad_clip, micro_steps=config.accumulation() // world.size)
     return model, step
 
 
@@ -192,10 +205,6 @@ class Run:
 
     config: TrainConfig
     start: StartingPoint  # scratch, pretrained weights, or the checkpoint to resume
-    world: World
-    device: torch.device
-    dtype: str  # autocast's precision
-    compile: bool | str  # True, False or 'blocks'
     dataset: Dataset | Mixture
     train_data: BatchLoader | MixedLoader
     val_data: BatchLoader | MixedLoader
@@ -203,6 +212,8 @@ class Run:
     step: Step
     clock: IterationClock | MinuteClock
     progress: Progress
+    log: Metrics
+    skipped: SkippedSteps
     saver: Saver
     stop: StopRequest
 
@@ -210,6 +221,11 @@ class Run:
     def is_new(self):
         """Whether the weights are still the initial ones."""
         return self.start.from_scratch and self.progress.iter_num == 0
+
+    def state(self):
+        """The objects whose state a checkpoint holds, besides the model and the optimizer."""
+        return (self.progress, DataPosition(self.train_data, self.progress), self.step, self.clock,
+                self.log, devices.RandomState(self.step.device, launched_world().rank))
 
 
 @phase('setup')
@@ -240,7 +256,7 @@ def setup(config, start, world, device, device_why):
     config = fit_to_memory(with_gpt_config(config, gpt_config), gpt_config, dtype, device)
 
     # A batch is a function of the seed and the step; each process reads its share.
-    train_data, val_data = open_batches(config, dataset, world, device, start.checkpoint)
+    train_data, val_data = open_batches(config, dataset, world, device)
 
     model, step = build(gpt_config, config, device, dtype, compile, start.weights)
     print0(f'GPT with {model.num_parameters():,} parameters: '
@@ -248,60 +264,50 @@ def setup(config, start, world, device, device_why):
            f'{count_of(gpt_config.n_embd, "channel")}')
     print0(describe_batches(config, dataset, train_data, val_data))
 
-    progress = Progress(eval_sequences=config.eval_sequences())
+    clock = make_clock(config, start.started_at)
+    run = Run(config, start, dataset, train_data, val_data, model, step, clock,
+              progress=Progress(eval_sequences=config.eval_sequences()),
+              log=Metrics(config, model, step, clock, train_data),
+              skipped=SkippedSteps(step, config.out_dir, train_data),
+              saver=Saver(config.out_dir, rank=world.rank, world_size=world.size,
+                          keep=KEEP_NEWEST, background=device.type == 'cuda'),
+              stop=StopRequest())
     if start.resumed:
-        progress = resume(config, start.checkpoint, step, model)
-    saver = Saver(config.out_dir, rank=world.rank, world_size=world.size, keep=KEEP_NEWEST,
-                  background=device.type == 'cuda')
-    return Run(config=config, start=start, world=world, device=device, dtype=dtype,
-               compile=compile, dataset=dataset, train_data=train_data, val_data=val_data,
-               model=model, step=step, clock=make_clock(config, start), progress=progress,
-               saver=saver, stop=StopRequest())
+        resume(run, start.checkpoint)
+    return run
 
 
-def open_batches(config, dataset, world, device, checkpoint=None):
-    """Return the loaders of the training and the validation split. checkpoint: where to resume"""
+def open_batches(config, dataset, world, device):
+    """Return the loaders of the training and the validation split."""
     options = dict(rank=world.rank, world_size=world.size, device=device, seed=config.seed,
                    micro_steps=config.accumulation() // world.size)
     overfit_steps = 1 if config.check == 'overfit' else 0  # the first step's sequences only
     train_data = dataset.loader('train', config.block_size, config.batch_size,
                                 overfit_steps=overfit_steps, **options)
     val_data = dataset.loader('val', config.block_size, config.batch_size, **options)
-    if checkpoint:
-        train_data.resume_at(checkpoint.iter_num, checkpoint.state['sequences'])
     return train_data, val_data
 
 
-def resume(config, checkpoint, step, model):
-    """Restore everything except the weights and the position in the data from a checkpoint, and
-    return the Progress."""
-    state = checkpoint.state
-    iter_num = checkpoint.iter_num
-    checkpoint.load_optimizer(step.optimizer, model)
-    resume_ema(step.optimizer, config.average_decay, state['averaged_steps'])
-    if state['scaler']:  # empty unless the checkpoint was trained in float16
-        step.scaler.load_state_dict(state['scaler'])
-    devices.set_rng_state(state['rng'], launched_world().rank, model.lm_head.weight.device)
-    evaluated = state['evaluated'] and not config.eval_only  # eval_only evaluates again
-    best_val_loss = state['best_val_loss']
-    if best_val_loss is None:
-        best_val_loss = math.inf
-    return Progress(
-        iter_num=iter_num, best_val_loss=best_val_loss,
-        evals_since_best=state['evals_since_best'], evaluated_at=iter_num if evaluated else None,
-        val_loss=state['val_loss'], val_stderr=state['val_loss_stderr'],
-        saved_at=iter_num, saved_evaluated=evaluated,
-        eval_sequences=resumed_eval_sequences(checkpoint, config))
+def resume(run, checkpoint):
+    """Restore everything except the weights, which build() has loaded, from a checkpoint."""
+    checkpoint.load_optimizer(run.step.optimizer, run.model)
+    for part in run.state():
+        part.load_state_dict(checkpoint.state)
+    # Evaluations read as many sequences as before, even if batch_size has changed.
+    if checkpoint.settings()['eval_iters'] != run.config.eval_iters:
+        run.progress.eval_sequences = run.config.eval_sequences()
+    if run.config.eval_only:
+        run.progress.evaluated_at = None  # evaluate again
 
 
 # -----------------------------------------------------------------------------
 # the loop
 
 
-def train(run, monitor):
+def train(run, observers):
     """Evaluate, save, step and log until the run ends. Return the reason why it ended."""
-    config, step, clock, progress = run.config, run.step, run.clock, run.progress
-    monitor.metrics.begin(progress.iter_num)
+    config, step, clock, progress, log = run.config, run.step, run.clock, run.progress, run.log
+    log.begin(progress.iter_num)
     freeze_existing_objects()
     with closing(run.train_data.train_batches(progress.iter_num)) as batches:
         while True:
@@ -310,13 +316,13 @@ def train(run, monitor):
             is_last = config.eval_only or fraction_done == 1
             eval_is_due = is_last or clock.evaluation_is_due(progress.iter_num, fraction_done)
             if eval_is_due and not progress.evaluated:
-                with suppress(Stopped), clock.timed_evaluation(), \
-                        monitor.metrics.paused('evaluation'):
-                    evaluate(run, monitor, is_last)
-            reason = run.stop.agreed_signal() or reason_to_stop(run, monitor, is_last)
+                # after a signal, nothing is logged, and the resumed run evaluates again
+                with suppress(Stopped), clock.timed_evaluation(), log.paused('evaluation'):
+                    evaluate_and_log(run, observers, is_last)
+            reason = run.stop.agreed_signal() or reason_to_stop(run, is_last)
             if reason or save_is_due(config, progress):
-                save(run, monitor)
-                reason = reason or monitor.skipped.gave_up  # save() updates it
+                save(run)
+                reason = reason or run.skipped.gave_up  # save() updates it
             if reason:
                 run.saver.wait()
                 return reason
@@ -325,11 +331,14 @@ def train(run, monitor):
             lr = clock.get_lr(progress.iter_num, fraction_done)  # training/schedules.py
             loss = step.forward_backward(batches)
             progress.updating = True
-            with monitor.around_update(progress.iter_num + 1):
+            with observers.around_update(progress.iter_num + 1):
                 grad_norm = step.update(lr)  # clip the gradient, then optimizer.step()
             progress.iter_num += 1
             progress.updating = False
-            monitor.after_update(progress.iter_num, fraction_done, loss, lr, grad_norm)
+            log(progress.iter_num, loss=loss, lr=lr, grad_norm=grad_norm)
+            if progress.iter_num % config.log_interval == 0:
+                run.skipped.report(progress.iter_num, log)  # log() has waited for the device
+            observers.on_step(progress.iter_num, fraction_done)
 
 
 def freeze_existing_objects():
@@ -340,12 +349,32 @@ def freeze_existing_objects():
     gc.freeze()
 
 
-def reason_to_stop(run, monitor, is_last):
+def evaluate_and_log(run, observers, is_last):
+    """Measure and log the losses of both splits, the benchmarks and a sample, and record whether
+    the validation loss is below all earlier ones."""
+    progress = run.progress
+    # The first evaluation of a new run reads one step's sequences only: enough to see that the loss
+    # is about ln(vocab_size). A timed run evaluates in full, to measure how long that takes.
+    sequences = progress.eval_sequences
+    if run.is_new and not is_last and not run.config.minutes:
+        sequences = min(sequences, run.config.step_sequences())
+    with ema_weights(run.step.optimizer):  # with average_decay, evaluate the EMA of the weights
+        losses = evaluate(run, sequences)  # training/evaluation.py
+        scores, sample = observers.on_evaluation(losses['train_loss'], losses['val_loss'])
+    run.stop.raise_if_stopped()
+    is_best = progress.record_evaluation(losses['val_loss'], losses['val_stderr'])
+    # the initial loss is one to beat, but is not called the best: there is no checkpoint of it
+    run.log.evaluation(progress.iter_num, **losses, best=is_best and progress.iter_num > 0,
+                       sample=sample)
+    run.log.benchmarks(progress.iter_num, scores)
+
+
+def reason_to_stop(run, is_last):
     """Why the run stops at this iteration, or None if it continues."""
     patience = run.config.patience
     progress = run.progress
-    if monitor.skipped.gave_up:
-        return monitor.skipped.gave_up
+    if run.skipped.gave_up:
+        return run.skipped.gave_up
     if is_last:
         return TIME_UP if run.config.minutes else FINISHED
     if 0 < patience <= progress.evals_since_best:
@@ -363,37 +392,33 @@ def save_is_due(config, progress):
     return progress.iter_num % config.checkpoint_interval == 0
 
 
-def save(run, monitor):
+def save(run):
     """Save a checkpoint of this iteration, unless it exists or nothing has been trained yet."""
-    step, progress = run.step, run.progress
-    monitor.skipped.report(progress.iter_num, monitor.metrics.print)
+    progress = run.progress
+    run.skipped.report(progress.iter_num, run.log)
     is_saved = progress.saved_at == progress.iter_num \
         and (progress.saved_evaluated or not progress.evaluated)
     if progress.iter_num == 0 or is_saved or run.config.eval_only:
         return
-    # counters, tokenizer and data fingerprint, and logging state; see STATE_KEYS in checkpoint.py
-    state = {**progress.state(), **run.dataset.state(), **monitor.state(),
-             'config': asdict(run.config), 'left_s': run.clock.left_s(),
-             'evaluations': run.clock.evaluations,
-             'sequences': run.train_data.sequences_before(progress.iter_num),
-             'dtype': run.dtype, 'scaler': step.scaler.state_dict(),
-             'averaged_steps': getattr(step.optimizer, 'averaged_steps', 0)}
-    with monitor.metrics.paused('save'), ema_weights(step.optimizer):
-        run.saver.save(run.model, step.optimizer, state, devices.rng_state(run.device))
+    state = {'config': asdict(run.config), **run.dataset.state()}  # tokenizer, tokens
+    for part in run.state():
+        state.update(part.state_dict())
+    with run.log.paused('save'), ema_weights(run.step.optimizer):
+        run.saver.save(run.model, run.step.optimizer, state)
     progress.saved_at = progress.iter_num
     progress.saved_evaluated = progress.evaluated
 
 
 @contextmanager
-def save_on_error(run, monitor):
+def save_on_error(run):
     """If training fails, save the last complete step and tell the user how to resume. Only a single
     process can: with several, the others would wait for one that has failed."""
     try:
         yield
     except Exception as error:
         with suppress(Exception):  # the original error matters more
-            if run.world.size == 1 and not run.progress.updating:
-                save(run, monitor)
+            if launched_world().size == 1 and not run.progress.updating:
+                save(run)
                 run.saver.wait()
                 if run.progress.saved_at and not run.saver.failed:
                     error.add_note(f'saved iteration {run.progress.saved_at}; to resume: '
@@ -418,10 +443,14 @@ def main(argv):
         preflight(run)
         if config.check is True:  # --check runs the preflight only
             return
-        monitor = Monitor(run)
-        with run.stop, save_on_error(run, monitor), phase('training step'):
-            reason = train(run, monitor)
-            monitor.close(reason)
+        record = open_run_folder(run)  # moves a previous run away, writes run.json
+        run.log.open(record, val_bytes_per_token(run) if world.is_main else None)
+        with run.stop, save_on_error(run), phase('training step'):
+            observers = Observers(run)
+            reason = train(run, observers)
+            observers.on_end()
+            run.log.close()
+            close_run_folder(run, record, reason)  # run.json, report.md, what to do next
 
 
 if __name__ == '__main__':

@@ -4,7 +4,6 @@ import torch
 from sample_data import CHAT
 
 from model import GPT, GPTConfig
-from plaingpt.system.devices import rng_state
 from plaingpt.training.checkpoint import Saver
 
 ANSWERS = {'hi': 'Hello there.', 'html': '<b id="bold">b</b>\x1b[31m', 'long': 'la ' * 20,
@@ -34,8 +33,8 @@ def save(model, tokenizer, out_dir):
     """→ out_dir, where it is the model of a run"""
     optimizer = torch.optim.SGD(model.parameters())
     saver = Saver(out_dir)
-    saver.save(model, optimizer, {'iter_num': 1, 'config': {}, 'tokenizer': tokenizer.to_json()},
-               rng_state(torch.device('cpu')))
+    saver.save(model, optimizer, {'iter_num': 1, 'config': {}, 'tokenizer': tokenizer.to_json(),
+                                  'rng': {}})
     saver.wait()
     assert not saver.failed
     return out_dir

@@ -16,8 +16,8 @@ from sample_data import write_tasks
 import prepare
 import sample
 import train
+from plaingpt.monitoring import observers
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import monitor
 from plaingpt.training.optimizers import build_optimizer
 from plaingpt.training.schedules import get_lr
 from plaingpt.training.settings import TrainConfig
@@ -144,7 +144,7 @@ def test_nothing_waits_for_the_device_on_steps_that_are_not_logged(tiny, monkeyp
         original = getattr(torch.Tensor, name)
         monkeypatch.setattr(torch.Tensor, name, lambda self, o=original, n=name:
                             (reads.append(n), o(self))[1])
-    monkeypatch.setattr(monitor, 'HEALTH_INTERVAL', 0)
+    monkeypatch.setattr(observers, 'HEALTH_INTERVAL', 0)
     counts = []
     for steps in (2, 5):
         reads.clear()

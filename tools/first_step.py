@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 STARTED_AT = psutil.Process().create_time()  # of this process
 # functions that train.py calls
 PHASES = ('choose_device', 'open_data', 'choose_dtype', 'fit_to_memory', 'open_batches',
-          'GPT', 'build_optimizer', 'build', 'setup', 'preflight', 'Monitor', 'evaluate', 'save')
+          'GPT', 'build_optimizer', 'build', 'setup', 'preflight', 'open_run_folder',
+          'Observers', 'evaluate', 'save')
 
 
 class Stopwatch:

@@ -60,14 +60,14 @@ def preflight(run):
     skipped = config.skip_checks.split(',') if config.skip_checks else []
     refuse_unknown_checks(skipped)
     # Eager mode, since compiling for the checks' shapes would take too long.
-    with torch.random.fork_rng([run.device] if run.device.type == 'cuda' else []), \
-            eager(run.compile):
+    with torch.random.fork_rng([run.step.device] if run.step.device.type == 'cuda' else []), \
+            eager(run.step.compile):
         problems = run_checks(RESUME_SETUP_CHECKS if is_short else SETUP_CHECKS, run, skipped)
         if not any(problems.values()):  # else the code checks would repeat the same failures
             checks = RESUME_CHECKS if is_short else CODE_CHECKS
             problems |= run_checks(checks, with_small_model(run), skipped)
-    if run.device.type == 'cuda':
-        torch.cuda.reset_peak_memory_stats(run.device)  # exclude the preflight from the logs
+    if run.step.device.type == 'cuda':
+        torch.cuda.reset_peak_memory_stats(run.step.device)  # exclude the preflight from the logs
     failed = [name for name, problem in problems.items() if problem]
     if failed:
         raise UserError('\n'.join([
@@ -90,7 +90,7 @@ def refuse_unknown_checks(skipped):
 def with_small_model(run):
     """→ the run with a small model, and an optimizer that changes the weights only slightly"""
     config = replace(run.config, learning_rate=1e-3, weight_decay=0.0)
-    model = model_checks.small_model(run.model.config).to(run.device)
+    model = model_checks.small_model(run.model.config).to(run.step.device)
     if run.model.loss_in_chunks is not None:  # make sure that there are several chunks
         model.loss_in_chunks = partial(loss_in_chunks, chunk=model.config.block_size // 2 + 1)
     apply_activation_checkpointing(model, config.activation_checkpointing)

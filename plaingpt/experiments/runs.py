@@ -29,6 +29,7 @@ from configurator import find_recipe, load_config
 from plaingpt.data.dataset import has_token_files, open_dataset_spec
 from plaingpt.inference.pretrained import MODEL_FILES, download_model
 from plaingpt.monitoring.references import p_value, t_quantile
+from plaingpt.monitoring.run_folder import archive_previous_run
 from plaingpt.monitoring.run_record import column, read_rows, read_run
 from plaingpt.system.devices import choose_device, machine_name
 from plaingpt.system.errors import UserError, print_line, warn
@@ -41,7 +42,7 @@ from plaingpt.system.files import (
     write_json,
 )
 from plaingpt.system.formatting import count_of
-from plaingpt.training.checkpoint import archive_previous_run, checkpoint_paths, checksum
+from plaingpt.training.checkpoint import checkpoint_paths, checksum
 from plaingpt.training.open_weights import open_weights
 from plaingpt.training.progress import FINISHED, TIME_UP
 from plaingpt.training.settings import INIT_MODES, TrainConfig

@@ -9,36 +9,58 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from plaingpt.monitoring.diagnosis import diagnose
 from plaingpt.monitoring.run_record import finite, read_rows
 from plaingpt.system.devices import device_name, mfu, peak_memory_bytes, synchronize
+from plaingpt.system.distributed import all_reduce_mean, launched_world
 from plaingpt.system.errors import phase, print_line
 from plaingpt.system.files import append_line
 from plaingpt.system.formatting import one_line, short
 
+# What the console shows of a step; metrics.jsonl and loss.png have all numbers that are logged.
+COLUMNS = {'loss': 'loss {:.4f}', 'lr': 'lr {:.2e}', 'grad_norm': 'grad {:.2f}'}
+
 
 class Metrics:
-    """Logs the metrics of a train.Run and keeps its clock. Only rank 0 writes.
+    """Logs numbers about a run: metrics(iter_num, loss=…). Only rank 0 writes.
 
-    record: the contents of run.json; backends: from open_backends
-    bytes_per_token: of the evaluated text, or None; elapsed_s: training time before a resume
+    model: the GPT; step: the train.Step; clock: of the run; train_data: its BatchLoader
     """
 
-    def __init__(self, run, record, backends=(), bytes_per_token=None, elapsed_s=0.0):
-        self.run = run
-        self.record = record
-        self.device = run.device
-        self.path = None if run.config.is_read_only else Path(run.config.out_dir, 'metrics.jsonl')
-        self.quiet = not run.world.is_main
-        self.backends = list(backends)
-        self.bytes_per_token = bytes_per_token
-        self.flops_per_token = run.model.flops_per_token() / run.world.size  # on each device
-        self.start_time = time.perf_counter() - elapsed_s
+    def __init__(self, config, model, step, clock, train_data):
+        world = launched_world()
+        self.config, self.step, self.clock, self.train_data = config, step, clock, train_data
+        self.path = None if config.is_read_only else Path(config.out_dir, 'metrics.jsonl')
+        self.quiet = not world.is_main
+        self.backends = []
+        self.flops_per_token = model.flops_per_token() / world.size  # on each device
+        self.elapsed_before_s = 0.0  # training time before a resume
+        self.start_time = time.perf_counter()
+        self.wandb_id = None  # of the run in Weights & Biases, which a resumed run continues
         self.rows = []
         self.diagnosed = set()  # names of the diagnoses printed so far
         self.bar = tqdm(disable=True)
+
+    def state_dict(self):
+        return {'elapsed_s': self.elapsed_s(), 'wandb_id': self.wandb_id}
+
+    def load_state_dict(self, state):
+        self.elapsed_before_s, self.wandb_id = state['elapsed_s'], state['wandb_id']
+
+    def open(self, record, bytes_per_token=None):
+        """Open the backends and start counting the time. record: the contents of run.json;
+        bytes_per_token: of the evaluated text, or None"""
+        self.record, self.bytes_per_token = record, bytes_per_token
+        config = self.config
+        if self.path and not self.quiet and (config.log_to or config.wandb_log):
+            from plaingpt.monitoring.backends import open_backends
+            self.backends = open_backends(config, record, self.wandb_id)
+            self.wandb_id = next((backend.id for backend in self.backends
+                                  if backend.name == 'wandb'), None)
+        self.start_time = time.perf_counter()
 
     def begin(self, iter_num):
         """Start timing steps. Sends the rows of a resumed run to the backends."""
@@ -47,27 +69,27 @@ class Metrics:
             for row in self.rows:
                 self._send(row)
             self.diagnosed = set(diagnose(self.rows, self.record))
-        config = self.run.config
+        config = self.config
         self.bar = tqdm(total=None if config.minutes else config.max_iters, initial=iter_num,
-                        desc='compiling' if self.record['compile'] else 'training', leave=False,
+                        desc='compiling' if self.step.compile else 'training', leave=False,
                         dynamic_ncols=True, disable=True if self.quiet else None)
         self.lap_iter = iter_num
         self.lap_start = time.perf_counter()
 
     def elapsed_s(self):
         """Seconds of training, including those before a resume."""
-        return time.perf_counter() - self.start_time
+        return self.elapsed_before_s + time.perf_counter() - self.start_time
 
     def at(self, iter_num):
         """The keys common to all rows, after `iter_num` updates."""
-        return {'iter': iter_num, 'tokens': self.run.train_data.tokens_before(iter_num),
+        return {'iter': iter_num, 'tokens': self.train_data.tokens_before(iter_num),
                 'elapsed_s': round(self.elapsed_s(), 3)}
 
     @contextmanager
     def paused(self, activity):
         """A context whose time is excluded from the step time. The progress bar shows `activity`.
         It first waits for the device, since queued steps do count."""
-        synchronize(self.device)
+        synchronize(self.step.device)
         paused_at = time.perf_counter()
         self.bar.set_description(activity)
         with phase(activity):
@@ -75,33 +97,40 @@ class Metrics:
         self.bar.set_description('training')
         pause_s = time.perf_counter() - paused_at
         self.lap_start += pause_s
-        self.run.clock.exclude(pause_s)
+        self.clock.exclude(pause_s)
 
-    def step(self, iter_num, loss, lr, grad_norm):
-        """Log update number `iter_num`. loss and grad_norm may be tensors. Reading them waits for
-        the device, so call this only for logged steps."""
-        loss, grad_norm = float(loss), float(grad_norm)
+    def __call__(self, iter_num, **values):
+        """Log step number `iter_num`, if it is one of every log_interval. values: of the step, as
+        numbers or tensors (averaged over the processes); COLUMNS says which ones are printed."""
+        self.bar.update()
+        if iter_num % self.config.log_interval:
+            return
+        tensors = {key: value.detach().float().to(self.step.device)
+                   for key, value in values.items() if isinstance(value, torch.Tensor)}
+        means = all_reduce_mean(torch.stack([*tensors.values()])).tolist()  # waits for the device
+        values.update(zip(tensors, means, strict=True))
         now = time.perf_counter()
         step_s = (now - self.lap_start) / (iter_num - self.lap_iter)  # since the last logged step
         self.lap_iter = iter_num
         self.lap_start = now
-        tokens_per_s = self.run.config.step_tokens() / step_s
-        utilization = mfu(self.flops_per_token * tokens_per_s, device_name(self.device),
-                          self.run.dtype)
-        step_ms = f'{step_s * 1e3:.0f}' if step_s >= 0.1 else f'{step_s * 1e3:.1f}'
-        columns = [f'loss {loss:.4f}', f'lr {lr:.2e}', f'grad {grad_norm:.2f}', f'{step_ms} ms',
-                   f'{short(tokens_per_s)} tok/s']
-        if self.device.type == 'cuda':
+        tokens_per_s = self.config.step_tokens() / step_s
+        utilization = mfu(self.flops_per_token * tokens_per_s, device_name(self.step.device),
+                          self.step.dtype)
+        columns = [template.format(values[key]) for key, template in COLUMNS.items()
+                   if key in values]
+        columns.append(f'{step_s * 1e3:.0f} ms' if step_s >= 0.1 else f'{step_s * 1e3:.1f} ms')
+        columns.append(f'{short(tokens_per_s)} tok/s')
+        if self.step.device.type == 'cuda':
             columns.append('mfu n/a' if utilization is None else f'mfu {utilization:.1%}')
-        self.bar.set_description(f'loss {loss:.4f}')
+        self.bar.set_description(columns[0])
         self._print_columns(iter_num, *columns)
-        self.write(iter_num, loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_s=tokens_per_s,
-                   mfu=utilization, peak_memory_bytes=peak_memory_bytes(self.device))
-        self.run.clock.exclude(time.perf_counter() - now)
+        self.write(iter_num, **values, tokens_per_s=tokens_per_s, mfu=utilization,
+                   peak_memory_bytes=peak_memory_bytes(self.step.device))
+        self.clock.exclude(time.perf_counter() - now)
 
-    def evaluation(self, iter_num, train_loss, val_loss, val_stderr, best, sample=None):
+    def evaluation(self, iter_num, train_loss, val_loss, val_stderr, best, sample=None, **others):
         """Log an evaluation after `iter_num` updates, and print new diagnoses.
-        val_stderr: the standard error of val_loss"""
+        val_stderr: the standard error of val_loss; others: more numbers for metrics.jsonl"""
         values = {'train_loss': train_loss, 'val_loss': val_loss, 'val_bpb': None}
         columns = [f'train loss {train_loss:.4f}', f'val loss {val_loss:.4f}']
         if val_stderr is not None:
@@ -115,22 +144,21 @@ class Metrics:
         if sample is not None:
             values['sample'] = sample
         self._print_columns(iter_num, *columns)
-        self.write(iter_num, **values)
+        self.write(iter_num, **values, **others)
         self._diagnose()
 
-    def benchmark(self, iter_num, name, scores, formatted):
-        """Log the scores of a benchmark, {name: number}. formatted: the scores as text"""
-        self._print_columns(iter_num, f'{name}: {formatted}')
-        self.write(iter_num, **{f'{name}_{key}': value for key, value in scores.items()})
+    def benchmarks(self, iter_num, scores):
+        """Log {lm_eval task: {name of a score: number}}."""
+        if scores:
+            from plaingpt.inference.lm_eval_model import format_scores
+            for task, values in scores.items():
+                self._print_columns(iter_num, f'{task}: {format_scores(values)}')
+                self.write(iter_num, **{f'{task}_{key}': value for key, value in values.items()})
 
     def print(self, line):
         """Print a line, from rank 0 only."""
         if not self.quiet:
             print_line(line)
-
-    def wandb_id(self):
-        """The id of the wandb run, which a resumed run continues, or None."""
-        return next((backend.id for backend in self.backends if backend.name == 'wandb'), None)
 
     def close(self):
         """Print new diagnoses and close the backends."""
@@ -141,7 +169,7 @@ class Metrics:
             self._call(backend, backend.close)
 
     def _print_columns(self, iter_num, *columns):
-        width = len(str(self.run.config.max_iters))
+        width = len(str(self.config.max_iters))
         self.print(' | '.join([f'iter {iter_num:>{width}}', *columns]))
 
     def write(self, iter_num, **values):

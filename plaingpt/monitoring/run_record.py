@@ -116,6 +116,7 @@ def describe_run(run):
     import torch  # here, so that plot.py starts without it
 
     from plaingpt.system.devices import machine_name
+    from plaingpt.system.distributed import launched_world
     config, dataset = run.config, run.dataset
     if run.start.resumed:
         from_scratch = read_run(config.out_dir).get('from_scratch', True)
@@ -127,8 +128,9 @@ def describe_run(run):
         'vocab_size': dataset.vocab_size, 'train_tokens': run.train_data.epoch_tokens(),
         'val_bytes_per_token': dataset.bytes_per_token('val'),
         'from_scratch': from_scratch,
-        'machine': {'device': machine_name(run.device), 'processes': run.world.size},
-        'dtype': run.dtype, 'compile': run.compile, 'versions': {'torch': torch.__version__},
+        'machine': {'device': machine_name(run.step.device), 'processes': launched_world().size},
+        'dtype': run.step.dtype, 'compile': run.step.compile,
+        'versions': {'torch': torch.__version__},
         'command': ' '.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 

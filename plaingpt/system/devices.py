@@ -201,22 +201,30 @@ def peak_memory_bytes(device):
     return peak if sys.platform == 'darwin' else peak * 1024  # macOS counts bytes, Linux KiB
 
 
-def rng_state(device):
-    """The state of torch's random number generators, as JSON."""
-    state = {'cpu': torch.get_rng_state()}
-    if device.type == 'cuda':
-        state['cuda'] = torch.cuda.get_rng_state(device)
-    return {name: base64.b64encode(t.numpy().tobytes()).decode() for name, t in state.items()}
+class RandomState:
+    """torch's random number generators of a process, for checkpoints."""
 
+    def __init__(self, device, rank):
+        self.device, self.rank = device, rank
 
-def set_rng_state(states, rank, device):
-    """Restore the rng_state of `rank`. A rank that the saved run did not have keeps its seed."""
-    if rank < len(states):
-        state = {name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-                 for name, text in states[rank].items()}
-        torch.set_rng_state(state['cpu'])
-        if device.type == 'cuda' and 'cuda' in state:
-            torch.cuda.set_rng_state(state['cuda'], device)
+    def state_dict(self):
+        """{'rng': the state of this process's generators}, as JSON"""
+        state = {'cpu': torch.get_rng_state()}
+        if self.device.type == 'cuda':
+            state['cuda'] = torch.cuda.get_rng_state(self.device)
+        return {'rng': {name: base64.b64encode(t.numpy().tobytes()).decode()
+                        for name, t in state.items()}}
+
+    def load_state_dict(self, state):
+        """Restore this rank's state from those of all ranks. A rank that the saved run did not have
+        keeps its seed."""
+        if self.rank >= len(state['rng']):
+            return
+        rng = {name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+               for name, text in state['rng'][self.rank].items()}
+        torch.set_rng_state(rng['cpu'])
+        if self.device.type == 'cuda' and 'cuda' in rng:
+            torch.cuda.set_rng_state(rng['cuda'], self.device)
 
 
 def cpu_name():

@@ -1,6 +1,7 @@
 """Steps that are skipped because something is not finite, and steps that are missed by mistake."""
 
 import math
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -55,15 +56,16 @@ class SkippedSteps:
     """Writes BadSteps to anomalies.jsonl and decides when the run gives up. `report` waits for the
     device, so call it where the host waits anyway.
 
-    path: of anomalies.jsonl; loader: the BatchLoader that knows which sequences a step trained on
+    step: a train.Step; loader: the BatchLoader that knows which sequences a step trained on
     """
 
-    def __init__(self, bad_steps, path, loader):
-        self.bad_steps, self.path, self.loader = bad_steps, path, loader
+    def __init__(self, step, out_dir, loader):
+        self.bad_steps, self.loader = step.bad_steps, loader
+        self.path = Path(out_dir, 'anomalies.jsonl')
         self.gave_up = ''  # the reason, after MAX_BAD_STEPS consecutive bad steps
         self.group = gloo_group()
 
-    def report(self, iter_num, print_line):
+    def report(self, iter_num, log):
         """Record the bad steps since the last report. iter_num: the latest step. If the run gives
         up, the weights are those before the first bad step."""
         steps = self.bad_steps.unreported
@@ -78,8 +80,8 @@ class SkippedSteps:
             norm = as_json(grad_norm.item())
             # iteration i is made by step i - 1 of the loader, which counts from 0
             first, last, starts = self.loader.sequences_of_step(i - 1)
-            print_line(f'warning: skipped iteration {i}: loss {", ".join(map(str, losses))}, '
-                       f'gradient norm {norm}; see {self.path}')
+            log.print(f'warning: skipped iteration {i}: loss {", ".join(map(str, losses))}, '
+                      f'gradient norm {norm}; see {self.path}')
             if not self.group or dist.get_rank() == 0:
                 append_line(self.path, {
                     'iter': i, 'loss': losses, 'grad_norm': norm,

@@ -29,7 +29,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from model import VOCAB_WEIGHTS, GPTConfig
-from plaingpt.monitoring.run_record import RUN_FILES
 from plaingpt.system.devices import synchronize
 from plaingpt.system.distributed import (
     all_gather,
@@ -52,17 +51,6 @@ from plaingpt.weights import (
 )
 
 FORMAT_VERSION = 1
-STATE_KEYS = {  # keys of state.json, besides its checksum
-    'format_version', 'iter_num',
-    'sequences',  # read so far by all processes, which is where the data order continues
-    'evaluated', 'val_loss', 'val_loss_stderr', 'best_val_loss', 'evals_since_best',
-    'eval_sequences', 'elapsed_s',
-    'left_s', 'evaluations',  # of a timed run: time left, and when it was evaluated
-    'wandb_id', 'config', 'model',  # TrainConfig and GPTConfig
-    'tokenizer', 'model_code',  # fingerprint of model.py
-    'data',  # fingerprint of the tokens
-    'dtype', 'scaler', 'averaged_steps',  # steps in the EMA of the weights
-    'rng', 'chunks'}
 ENTRY = re.compile(r'(.*?)(?:\[(\d+):(\d+)\])?')  # name, or name[first:end] for some of its rows
 CHUNK_BYTES = 500 * 10**6  # tensor bytes per file, so that with its header it stays below 512 MB
 KEEP_NEWEST = 2  # newest checkpoints to keep, besides the best
@@ -272,7 +260,6 @@ def open_checkpoint(path):
         raise unreadable(path, f'{path}/state.json is damaged: {e}') from None
     if state['format_version'] != FORMAT_VERSION:
         refuse_unknown(path, [f'format_version={state["format_version"]}'])
-    refuse_unknown(path, state.keys() - STATE_KEYS)
     refuse_unknown(path, state['model'].keys() - {field.name for field in fields(GPTConfig)})
     return Checkpoint(path, state)
 
@@ -294,11 +281,11 @@ class Saver:
         self.failed = False  # whether the last save failed
         model_code()  # remembers it now, because model.py may be edited while the run trains
 
-    def save(self, model, optimizer, state, rng):
+    def save(self, model, optimizer, state):
         """Save a checkpoint, then remove all but the `keep` newest and the best.
 
-        state: JSON, the same on all processes, with 'iter_num' and 'val_loss', which decides what
-        is best. rng: this process's rng_state. If writing fails, this warns and sets `failed`.
+        state: JSON, the same on all processes except for 'rng', the random state of this process.
+        Its 'val_loss' decides what is best. If writing fails, this warns and sets `failed`.
         Raises UserError if a weight is not finite, without writing or removing anything.
         """
         self.wait()
@@ -312,7 +299,7 @@ class Saver:
             raise UserError(problem)
         state = {'format_version': FORMAT_VERSION, **state, 'model': asdict(model.config),
                  'model_code': model_code()}
-        assert state.keys() <= STATE_KEYS, f'add to STATE_KEYS: {state.keys() - STATE_KEYS}'
+        rng = state.pop('rng')
         tensors = {'model': dict(model.named_parameters()),
                    'optimizer': optimizer_tensors(optimizer, model)}
         chunks = {kind: split_into_chunks(tensors[kind], self.rank, self.world_size)
@@ -470,31 +457,3 @@ def clean_up(out_dir):
     """Remove checkpoint directories that are incomplete or partly removed."""
     for path in Path(out_dir, 'checkpoints').glob('*.tmp'):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def archive_previous_run(out_dir, after=-1):
-    """Move the checkpoints after an iteration, and the run's other files, to out_dir/old-001 (002,
-    …). Return that folder, or None if there is nothing to move. If the run in out_dir is resumed
-    (after ≥ 0), the other files are copied. Incomplete checkpoints are removed. Raises UserError.
-    """
-    out_dir = Path(out_dir)
-    clean_up(out_dir)
-    checkpoints = [path for path in checkpoint_paths(out_dir) if iteration_of(path) > after]
-    files = [out_dir / name for name in RUN_FILES if (out_dir / name).exists()]
-    if not checkpoints and (after >= 0 or not files):
-        return None
-    numbers = [int(path.name[4:]) for path in out_dir.glob('old-*') if path.name[4:].isdecimal()]
-    archive = out_dir / f'old-{max(numbers, default=0) + 1:03d}'
-    try:
-        (archive / 'checkpoints').mkdir(parents=True)
-        for path in files:
-            if after < 0:
-                shutil.move(path, archive / path.name)
-            elif path.is_file():  # TensorBoard's folder is written again
-                shutil.copy2(path, archive / path.name)
-        for path in checkpoints:
-            shutil.move(path, archive / 'checkpoints' / path.name)
-    except OSError as e:
-        raise UserError(f'{archive}: cannot move the previous run there ({e.strerror}): choose '
-                        'another --out_dir') from None
-    return archive

@@ -14,37 +14,21 @@ from plaingpt.system.distributed import (
     print0,
 )
 from plaingpt.system.errors import UserError
-from plaingpt.training.optimizers import ema_weights
 
 
-def evaluate(run, monitor, is_last):
-    """Measure and log the losses of both splits, the benchmarks and a sample, and record whether
-    the validation loss is below all earlier ones. If a signal arrives, Stopped is raised before
-    anything is logged, and the resumed run evaluates again."""
-    step, progress = run.step, run.progress
-    # The first evaluation of a new run reads one step's sequences only: enough to see that the loss
-    # is about ln(vocab_size). A timed run evaluates in full, to measure how long that takes.
-    sequences = progress.eval_sequences
-    if run.is_new and not is_last and not run.config.minutes:
-        sequences = min(sequences, run.config.step_sequences())
+def evaluate(run, sequences):
+    """Measure the mean losses of both splits of a train.Run, on this many sequences of each. Raises
+    Stopped if a signal arrives.
 
-    def evaluate_split(loader):
-        return mean_loss(step.model, loader, sequences, step.autocast, run.stop)
-
-    # with average_decay, evaluate the EMA of the weights
-    with ema_weights(step.optimizer):
-        train_loss, _ = evaluate_split(run.train_data)
-        # one result per corpus of a mixture, usually one in all
-        results = [evaluate_split(loader) for loader in run.val_data.components]
-        losses = [loss for loss, _ in results]
-        scores, sample = monitor.score_and_sample(train_loss, *losses)
-    run.stop.raise_if_stopped()
-    val_loss = run.dataset.mean(losses)
-    val_stderr = mixture_stderr(run.dataset, [stderr for _, stderr in results])
-    # the initial loss is one to beat, but is not called the best: there is no checkpoint of it
-    is_best = progress.record_evaluation(val_loss, val_stderr) and progress.iter_num > 0
-    monitor.metrics.evaluation(progress.iter_num, train_loss, val_loss, val_stderr, is_best, sample)
-    monitor.log_scores(scores)
+    → {'train_loss', 'val_loss', 'val_stderr': the standard error of val_loss}"""
+    model, context = run.step.model, run.step.autocast
+    train_loss, _ = mean_loss(model, run.train_data, sequences, context, run.stop)
+    # one result per corpus of a mixture, usually one in all
+    results = [mean_loss(model, loader, sequences, context, run.stop)
+               for loader in run.val_data.components]
+    losses, stderrs = zip(*results, strict=True)
+    return {'train_loss': train_loss, 'val_loss': run.dataset.mean(losses),
+            'val_stderr': mixture_stderr(run.dataset, stderrs)}
 
 
 @torch.no_grad()
@@ -104,13 +88,6 @@ def val_bytes_per_token(run):
         return None
     return run.dataset.mean(loader.mean_target(token_bytes, run.progress.eval_sequences)
                             for loader in run.val_data.components)
-
-
-def check_tasks(config):
-    """Check that the benchmarks of a run can be loaded. Raises UserError."""
-    if config.eval_tasks and launched_world().local_rank == 0:
-        from plaingpt.inference.lm_eval_model import load_tasks
-        load_tasks(config.eval_tasks)
 
 
 def mixture_stderr(dataset, stderrs):

@@ -21,7 +21,9 @@ from plaingpt.system.distributed import local_rows
 def build_optimizer(model, config):
     """Build the optimizer that a TrainConfig names for a GPT's trainable parameters."""
     optimizer = OPTIMIZERS[config.optimizer](parameter_groups(model, config), config)
-    if config.average_decay:
+    optimizer.tracks_ema = bool(config.average_decay)
+    optimizer.averaged_steps = 0  # steps in the EMA of the weights
+    if optimizer.tracks_ema:
         track_ema(optimizer, config.average_decay)
     return optimizer
 
@@ -293,11 +295,11 @@ def swap_with_ema(optimizer):
             state['average'].copy_(weights)
 
 
-def resume_ema(optimizer, decay, averaged_steps):
-    """Restore the EMA after a checkpoint's model and optimizer have been loaded. decay: 0 drops the
-    EMA; averaged_steps: the number of steps that it includes"""
+def resume_ema(optimizer, averaged_steps):
+    """Restore the EMA after a checkpoint's model and optimizer have been loaded; without
+    average_decay, drop it. averaged_steps: the number of steps that it includes"""
     swap_with_ema(optimizer)
     optimizer.averaged_steps = averaged_steps
-    if not decay:
+    if not optimizer.tracks_ema:
         for state in optimizer.state.values():
             state.pop('average', None)

@@ -54,22 +54,51 @@ class Progress:
         self.evals_since_best += 1
         return False
 
-    def state(self):
-        """The counters for a checkpoint's state.json."""
+    def state_dict(self):
         return {'iter_num': self.iter_num, 'evaluated': self.evaluated,
                 'val_loss': finite(self.val_loss) if self.evaluated else None,
                 'val_loss_stderr': finite(self.val_stderr) if self.evaluated else None,
                 'best_val_loss': finite(self.best_val_loss),
                 'evals_since_best': self.evals_since_best, 'eval_sequences': self.eval_sequences}
 
+    def load_state_dict(self, state):
+        self.iter_num = self.saved_at = state['iter_num']
+        self.saved_evaluated = state['evaluated']
+        self.evaluated_at = self.iter_num if state['evaluated'] else None
+        self.val_loss, self.val_stderr = state['val_loss'], state['val_loss_stderr']
+        self.best_val_loss = state['best_val_loss']
+        if self.best_val_loss is None:  # JSON has no infinity
+            self.best_val_loss = math.inf
+        self.evals_since_best = state['evals_since_best']
+        self.eval_sequences = state['eval_sequences']
+
+
+class DataPosition:
+    """Where the order of the data continues after a resume, also with other batch sizes."""
+
+    def __init__(self, loader, progress):
+        self.loader, self.progress = loader, progress
+
+    def state_dict(self):
+        """{'sequences': the number that all processes have read so far}"""
+        return {'sequences': self.loader.sequences_before(self.progress.iter_num)}
+
+    def load_state_dict(self, state):
+        self.loader.resume_at(state['iter_num'], state['sequences'])
+
 
 class IterationClock:
     """The clock of a run of max_iters iterations."""
 
-    evaluations = ()  # not timed
-
     def __init__(self, config):
         self.config = config
+
+    def state_dict(self):
+        """{'left_s': seconds left of a timed run, or None; 'evaluations': of a timed run}"""
+        return {'left_s': None, 'evaluations': ()}
+
+    def load_state_dict(self, state):
+        pass  # the number of iterations says it all
 
     def read(self, iter_num):
         """The fraction of the run that is done after `iter_num` steps, from 0 to 1."""
@@ -82,9 +111,6 @@ class IterationClock:
 
     def get_lr(self, iter_num, fraction_done):
         return get_lr(iter_num, self.config)
-
-    def left_s(self):
-        return None  # unknown
 
     def exclude(self, seconds):
         """The last `seconds` were not spent on training; a TrainingClock does not count them."""
@@ -99,26 +125,34 @@ class MinuteClock(IterationClock):
     """The clock of a run of config.minutes, by rank 0's time. The time before the first step does
     not count as progress. Time is reserved for the last evaluation, as much as earlier ones took.
 
-    used_s: seconds used before a resume; started_at: when this command was started
-    evaluations: [[seconds used before it, seconds that it took]] of the last three
+    started_at: when this command was started
     """
 
-    def __init__(self, config, used_s, started_at, evaluations=()):
+    def __init__(self, config, started_at):
         super().__init__(config)
         self.total_s = 60 * config.minutes
-        self.used_s = used_s
-        self.ends_at = started_at + self.total_s - used_s
-        self.now_s = used_s  # seconds used so far
+        self.ends_at = started_at + self.total_s
+        self.used_s = 0.0  # seconds used before a resume
+        self.now_s = 0.0  # seconds used so far
         self.loop_started_at = None
-        self.evaluations = list(evaluations)
+        self.evaluations = []  # [seconds used before it, seconds that it took] of the last three
+
+    def state_dict(self):
+        return {'left_s': self.ends_at - time.perf_counter(), 'evaluations': self.evaluations}
+
+    def load_state_dict(self, state):
+        was_timed = state['left_s'] is not None
+        if was_timed or self.config.init_from == 'resume':
+            self.used_s = self.now_s = used_s(state)
+            self.ends_at -= self.used_s
+        self.evaluations = list(state.get('evaluations', []))
+        if state['evaluated'] and not self.evaluations:  # by a run of iterations
+            self.evaluations = [[self.used_s, 0.0]]
 
     @property
     def evaluation_s(self):
         """The time that an evaluation takes: the median of the last three."""
         return statistics.median([seconds for _, seconds in self.evaluations] or [0.0])
-
-    def left_s(self):
-        return self.ends_at - time.perf_counter()
 
     def read(self, iter_num):
         now = time.perf_counter()
@@ -175,18 +209,9 @@ class TrainingClock(MinuteClock):
         return self.config.patience > 0 and super().evaluation_is_due(iter_num, fraction_done)
 
 
-def make_clock(config, start):
-    """The clock of a run, for its TrainConfig and its StartingPoint."""
+def make_clock(config, started_at):
+    """The clock of a new run. started_at: when this command was started"""
     if not config.minutes:
         return IterationClock(config)
-    seconds_used, evaluations = 0.0, []
-    if start.resumed:
-        state = start.weights.state
-        was_timed = state['left_s'] is not None
-        if was_timed or config.init_from == 'resume':
-            seconds_used = used_s(state, start.weights.settings()['minutes'])
-        evaluations = state.get('evaluations', [])
-        if state.get('evaluated') and not evaluations:  # by a run of iterations
-            evaluations = [[seconds_used, 0.0]]
     clock_type = TrainingClock if config.clock == 'training' else MinuteClock
-    return clock_type(config, seconds_used, start.started_at, evaluations)
+    return clock_type(config, started_at)

@@ -159,10 +159,11 @@ def resolve_minutes(config, start, overrides):
     iterations of a timed run."""
     minutes, remedy = config.minutes, 'leave one of them out'
     if start.resumed:
-        state, saved_minutes = start.weights.state, start.weights.settings()['minutes']
+        state = start.weights.state
+        saved_minutes = state['config']['minutes']
         was_timed = state['left_s'] is not None
         if minutes and config.init_from == 'resume':
-            minutes += used_s(state, saved_minutes) / 60
+            minutes += used_s(state) / 60
         elif not minutes and was_timed and 'max_iters' not in overrides:
             minutes, remedy = saved_minutes, 'leave it out, or set --max_iters as well'
     iteration_options = [f'--{key}' for key in ('max_iters', 'lr_decay_iters') if key in overrides]
@@ -173,11 +174,11 @@ def resolve_minutes(config, start, overrides):
     return replace(config, minutes=minutes)
 
 
-def used_s(state, minutes):
-    """Seconds that a run had used when it saved a checkpoint's state. minutes: its setting"""
+def used_s(state):
+    """The seconds that a run had used when it saved this state of a checkpoint."""
     if state['left_s'] is None:  # the run counted iterations
         return state['elapsed_s']
-    return 60 * minutes - state['left_s']
+    return 60 * state['config']['minutes'] - state['left_s']
 
 
 def with_gpt_config(config, gpt_config):
@@ -253,11 +254,3 @@ def sketch_texts(start, dataset, train_data, val_data):
 
 def is_among(sketch, sketches):
     return any(np.array_equal(sketch.hashes, each.hashes) for each in sketches)
-
-
-def resumed_eval_sequences(checkpoint, config):
-    """Sequences per evaluation of a resumed run: as many as before, even if batch_size has changed,
-    so that losses stay comparable; unless eval_iters has changed."""
-    if checkpoint.settings()['eval_iters'] != config.eval_iters:
-        return config.eval_sequences()
-    return checkpoint.state['eval_sequences']

@@ -16,19 +16,18 @@ from plaingpt.system.files import append_line
 from plaingpt.training.settings import TrainConfig
 
 CONFIG = TrainConfig(batch_size=10, block_size=10, gradient_accumulation_steps=1, max_iters=1000,
-                     eval_interval=100)
+                     eval_interval=100, log_interval=1)
 
 
 RECORD = dict(compile=False, train_tokens=10**6, from_scratch=True, data={}, config=vars(CONFIG))
 
 
-def new(out_dir, processes=1):
-    return Metrics(SimpleNamespace(
-        config=replace(CONFIG, out_dir=str(out_dir)),
-        train_data=Mock(tokens_before=lambda iter_num: 100 * iter_num), clock=Mock(),
-        model=Mock(flops_per_token=lambda: 10**9), device=torch.device('cpu'), dtype='float32',
-        scaler=torch.amp.GradScaler('cpu', enabled=False),
-        world=SimpleNamespace(size=processes, is_main=True)), RECORD, bytes_per_token=4.0)
+def new(out_dir):
+    step = SimpleNamespace(device=torch.device('cpu'), dtype='float32', compile=False)
+    metrics = Metrics(replace(CONFIG, out_dir=str(out_dir)), Mock(flops_per_token=lambda: 10**9),
+                      step, Mock(), Mock(tokens_before=lambda iter_num: 100 * iter_num))
+    metrics.open(RECORD, bytes_per_token=4.0)
+    return metrics
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def metrics(tmp_path):
 
 def test_a_step_is_a_row_of_the_documented_keys(metrics, capsys):
     metrics.begin(0)
-    metrics.step(10, torch.tensor(2.5), 1e-3, torch.tensor(0.7))
+    metrics(10, loss=torch.tensor(2.5), lr=1e-3, grad_norm=torch.tensor(0.7))
     [row] = read_rows(metrics.path)
     assert list(row) == ['iter', 'tokens', 'elapsed_s', 'loss', 'lr', 'grad_norm', 'tokens_per_s',
                          'mfu', 'peak_memory_bytes']
@@ -56,8 +55,11 @@ def test_an_evaluation_is_a_row_of_the_documented_keys(metrics, capsys):
     assert '1.000' in capsys.readouterr().out
 
 
-def test_the_flops_of_a_step_are_shared_by_the_processes(tmp_path):
-    assert new(tmp_path, processes=2).flops_per_token == 10**9 / 2
+def test_the_flops_of_a_step_are_shared_by_the_processes(tmp_path, monkeypatch):
+    for name, value in (('RANK', '0'), ('LOCAL_RANK', '0'), ('WORLD_SIZE', '2'),
+                        ('LOCAL_WORLD_SIZE', '2')):
+        monkeypatch.setenv(name, value)
+    assert new(tmp_path).flops_per_token == 10**9 / 2
 
 
 def test_mfu_is_the_share_of_the_peak():
@@ -83,7 +85,7 @@ def test_step_time_includes_queued_steps_but_no_pause(metrics, monkeypatch):
     now = 1.0
     with metrics.paused('evaluating'):
         now += 60.0
-    metrics.step(4, 1.0, 1e-3, 1.0)
+    metrics(4, loss=torch.tensor(1.0), lr=1e-3, grad_norm=torch.tensor(1.0))
     [row] = read_rows(metrics.path)
     assert row['tokens_per_s'] == pytest.approx(4 * 100 / 4)
 

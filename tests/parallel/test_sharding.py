@@ -16,7 +16,6 @@ import train
 from model import GPT
 from plaingpt.parallel import sharding
 from plaingpt.system import devices
-from plaingpt.system.devices import rng_state
 from plaingpt.system.distributed import is_sharded, launched_world, process_group
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import optimizers
@@ -102,7 +101,7 @@ def save_what_is_read(folder, target, shape, kind):
         states = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
         assert all(is_sharded(t) == (kind == 'fsdp') for t in states)
         saver = checkpoints.Saver(target, rank=world.rank, world_size=world.size)
-        saver.save(model, optimizer, found.state, rng_state(CPU))
+        saver.save(model, optimizer, found.state)
         saver.wait()
 
 

@@ -3,7 +3,7 @@ from sample_data import ask, conversations, prepare_corpora, prepare_documents, 
 
 import prepare
 import train
-from plaingpt.training import monitor
+from plaingpt.monitoring import run_folder
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def all_checkpoints(monkeypatch):
 @pytest.fixture
 def no_plots(monkeypatch):
     """A run with --report=True spends no second on its plots."""
-    monkeypatch.setattr(monitor, 'write_report', lambda *_: None)
+    monkeypatch.setattr(run_folder, 'write_report', lambda *_: None)
 
 
 @pytest.fixture(scope='session')

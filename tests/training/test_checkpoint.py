@@ -10,7 +10,6 @@ import torch
 from runs import model_of, same
 
 from model import GPT, GPTConfig
-from plaingpt.system.devices import rng_state
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training.optimizers import build_optimizer
@@ -19,7 +18,7 @@ from plaingpt.training.settings import TrainConfig
 CPU = torch.device('cpu')
 CONFIG = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
 KINDS = 'model', 'optimizer'
-STATE = {'iter_num': 1, 'val_loss': None, 'config': {}, 'tokenizer': {'kind': 'char'}}
+STATE = {'iter_num': 1, 'val_loss': None, 'config': {}, 'tokenizer': {'kind': 'char'}, 'rng': {}}
 
 
 @pytest.fixture
@@ -43,8 +42,7 @@ def save(model, optimizer, tmp_path):
     """A function that saves both → the checkpoint."""
     def save(iter_num=1, val_loss=1.0, **options):
         saver = checkpoints.Saver(tmp_path, **options)
-        saver.save(model, optimizer, {**STATE, 'iter_num': iter_num, 'val_loss': val_loss},
-                   rng_state(CPU))
+        saver.save(model, optimizer, {**STATE, 'iter_num': iter_num, 'val_loss': val_loss})
         saver.wait()
         assert not saver.failed
         return checkpoints.find(tmp_path, iter_num)
@@ -107,7 +105,7 @@ def test_a_checkpoint_is_named_by_latest_or_best_or_its_iteration(three):
 def test_a_save_in_the_background_writes_what_the_weights_were(model, optimizer, tmp_path):
     before = [p.detach().clone() for p in model.parameters()]
     saver = checkpoints.Saver(tmp_path, background=True)
-    saver.save(model, optimizer, STATE, rng_state(CPU))
+    saver.save(model, optimizer, STATE)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(1.0)
@@ -123,12 +121,12 @@ def test_a_save_that_fails_leaves_the_one_before(
     saver = checkpoints.Saver(tmp_path, background=background)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, writes, Mock(side_effect=OSError(28, 'No space left')))
-        saver.save(model, optimizer, {**STATE, 'iter_num': 20}, rng_state(CPU))
+        saver.save(model, optimizer, {**STATE, 'iter_num': 20})
         saver.wait()
     assert saver.failed
     assert 'No space left' in capsys.readouterr().err
     assert os.listdir(tmp_path / 'checkpoints') == ['iter-00000010']  # it frees the disk
-    saver.save(model, optimizer, {**STATE, 'iter_num': 30}, rng_state(CPU))
+    saver.save(model, optimizer, {**STATE, 'iter_num': 30})
     saver.wait()
     assert not saver.failed
     assert iterations(tmp_path) == [30, 10]

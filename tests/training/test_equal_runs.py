@@ -11,8 +11,8 @@ from runs import TINY, lines, same, weights
 from sample_data import one_benchmark
 
 import train
+from plaingpt.monitoring import observers
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import monitor
 
 STEP = options(batch_size=2, gradient_accumulation_steps=6, eval_iters=6, check=False,
                report=True, eval_tasks='own')
@@ -92,7 +92,7 @@ def test_what_watches_a_run_changes_no_bit_of_it(tmp_path, monkeypatch):
     words = [*TINY, *RECIPES['newer'], '--dtype=float16', '--dropout=0.2']
     watching = options(film=True, report=True, eval_tasks='own', check='auto')
     train.main([*words, *watching, '--out_dir=watched'])
-    monkeypatch.setattr(monitor, 'HEALTH_INTERVAL', 0)
+    monkeypatch.setattr(observers, 'HEALTH_INTERVAL', 0)
     train.main([*words, '--check=False', '--out_dir=blind'])
     watched, blind = tmp_path / 'watched', tmp_path / 'blind'
     for key in ('health/grad_norm/h.0', 'sample', 'own_logp'):

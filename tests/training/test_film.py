@@ -17,9 +17,9 @@ from runs import TINY, model_of
 
 import plot
 import train
+from plaingpt.monitoring import film
 from plaingpt.monitoring.run_record import read_rows
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import film
 
 
 def snapshots(out_dir):

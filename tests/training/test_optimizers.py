@@ -1,5 +1,4 @@
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -10,6 +9,7 @@ import train
 from model import GPT, GPTConfig
 from plaingpt.training import checkpoint as checkpoints
 from plaingpt.training import optimizers
+from plaingpt.training.bad_steps import BadSteps
 from plaingpt.training.optimizers import build_optimizer, ema_weights, track_ema
 from plaingpt.training.settings import TrainConfig
 from train import Step
@@ -85,15 +85,17 @@ def test_muon_moves_what_is_not_a_matrix_as_adamw():
 def stepped(model, optimizer, factors, scaled=False):
     """Steps on batches whose losses are multiplied by these factors; None: no step → for each
     whether it moved a weight"""
-    scaler = torch.amp.GradScaler('cpu', init_scale=4.0, enabled=scaled)
-    step, moved = Step(model, optimizer, scaler, nullcontext(), 1.0), []
+    step = Step(model, optimizer, torch.device('cpu'), 'float32', False, 1.0, micro_steps=1)
+    step.scaler = torch.amp.GradScaler('cpu', init_scale=4.0, enabled=scaled)
+    step.bad_steps = BadSteps(step.scaler, step.device)
+    moved = []
     lr = optimizer.param_groups[0]['lr'] / optimizer.param_groups[0]['lr_scale']
     torch.manual_seed(1)
     for factor in factors:
         idx, before = torch.randint(0, 65, (4, 16)), copies(model.parameters())
         if factor is not None:
             step.loss = (loss := model(idx, idx)[1] * factor).detach()
-            scaler.scale(loss).backward()
+            step.scaler.scale(loss).backward()
             step.update(lr)
         moved.append(not same(model.parameters(), before))
     return moved

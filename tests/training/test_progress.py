@@ -11,12 +11,12 @@ from runs import change_steps, lines, set_clock, tick
 import train
 from configurator import load_config
 from plaingpt.monitoring import metrics
+from plaingpt.monitoring.film import Film
 from plaingpt.monitoring.health import Health
 from plaingpt.system.errors import UserError
 from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import core_speed, evaluation
+from plaingpt.training import core_speed
 from plaingpt.training.checkpoint import Saver
-from plaingpt.training.film import Film
 from plaingpt.training.progress import MinuteClock, make_clock
 from plaingpt.training.settings import TrainConfig
 from plaingpt.training.start import StartingPoint, resolve_minutes
@@ -37,7 +37,11 @@ class Machine:
 
     def train(self, until=1.0, used_s=0.0, evaluations=()):
         """Train as train.train() does, until this much is done. Returns the clock."""
-        clock = MinuteClock(CONFIG, used_s, self.now, evaluations)
+        clock = MinuteClock(CONFIG, self.now)
+        if used_s:
+            clock.load_state_dict({'left_s': 60 * CONFIG.minutes - used_s, 'evaluated': True,
+                                   'config': {'minutes': CONFIG.minutes},
+                                   'evaluations': evaluations})
         self.now += 1  # setup
         iter_num = 1 if used_s else 0
         while True:
@@ -82,9 +86,10 @@ def test_evaluations_are_a_tenth_of_the_time_apart_also_in_a_resumed_run(
         machine = Machine(lambda now, step_s=step_s: step_s * (1 + int(now) % 3), evaluation_s)
         set_clock(monkeypatch, machine.perf_counter)
         clock = machine.train(stop_at)
-        if stop_at < 1 and clock.left_s() > 0:
+        left_s = clock.state_dict()['left_s']
+        if stop_at < 1 and left_s > 0:
             machine.evaluation_s *= 0.6
-            machine.train(1.0, 100 - clock.left_s(), clock.evaluations)
+            machine.train(1.0, 100 - left_s, clock.evaluations)
         assert machine.evaluated_at[-1] == pytest.approx(machine.now - machine.evaluation_s)
         *gaps, last = [b - a for a, b in itertools.pairwise(machine.evaluated_at)]
         assert all(gap >= 10 for gap in gaps)
@@ -100,12 +105,13 @@ def test_evaluations_are_a_tenth_of_the_time_apart_also_in_a_resumed_run(
     (('resume', 2), 0, None, (12, 120))])
 def test_minutes_are_added_by_resume_alone(command, saved, left_s, expected, monkeypatch):
     set_clock(monkeypatch, lambda: 0.0)
-    checkpoint = SimpleNamespace(state={'left_s': left_s, 'elapsed_s': 600.0},
-                                 settings=lambda: {'minutes': saved})
-    start = SimpleNamespace(resumed=True, weights=checkpoint, started_at=0.0)
+    state = {'left_s': left_s, 'elapsed_s': 600.0, 'config': {'minutes': saved}, 'evaluated': False}
+    start = SimpleNamespace(resumed=True, weights=SimpleNamespace(state=state))
     init_from, minutes = command
     config = resolve_minutes(TrainConfig(init_from=init_from, minutes=minutes), start, {'minutes'})
-    assert (config.minutes, make_clock(config, start).left_s()) == pytest.approx(expected)
+    clock = make_clock(config, started_at=0.0)
+    clock.load_state_dict(state)
+    assert (config.minutes, clock.state_dict()['left_s']) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(('minutes', 'overrides', 'expected'), [
@@ -113,9 +119,8 @@ def test_minutes_are_added_by_resume_alone(command, saved, left_s, expected, mon
     (0, {'min_lr', 'warmup_iters'}, 10), (3, {'minutes', 'lr_decay_iters'}, None),
     (3, {'minutes', 'max_iters'}, None)])
 def test_a_timed_run_that_is_resumed_refuses_what_it_would_ignore(minutes, overrides, expected):
-    checkpoint = SimpleNamespace(state={'left_s': 240, 'elapsed_s': 360.0},
-                                 settings=lambda: {'minutes': 10})
-    start = SimpleNamespace(resumed=True, weights=checkpoint, started_at=0.0)
+    state = {'left_s': 240, 'elapsed_s': 360.0, 'config': {'minutes': 10}}
+    start = SimpleNamespace(resumed=True, weights=SimpleNamespace(state=state))
     config = TrainConfig(init_from='resume', minutes=minutes)
     if expected is None:
         with pytest.raises(UserError, match=f'--{min(overrides - {"minutes"})}'):
@@ -178,7 +183,7 @@ def test_the_clock_of_a_judged_run_counts_nothing_but_steps(tiny, tmp_path, monk
             return function(*args, **options)
         monkeypatch.setattr(owner, name, slow)
 
-    for owner, name in ((train, 'preflight'), (evaluation, 'mean_loss'), (Saver, 'save'),
+    for owner, name in ((train, 'preflight'), (train, 'evaluate'), (Saver, 'save'),
                         (Health, 'measure'), (metrics, 'append_line'), (Film, 'record')):
         takes(50.0, owner, name)
     takes(0.25, Step, 'update')

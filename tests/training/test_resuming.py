@@ -11,6 +11,7 @@ from runs import lines, same, weights
 
 import prepare
 import train
+from plaingpt.monitoring.run_folder import archive_previous_run
 from plaingpt.monitoring.run_record import read_rows
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import lock_output_dir
@@ -233,14 +234,14 @@ def test_no_file_of_an_earlier_run_is_lost_to_a_kill(out, tmp_path):
 
     def archive_and_die(n, folder):
         die_before_change(n, str(folder))
-        checkpoints.archive_previous_run(folder)
+        archive_previous_run(folder)
 
     for n in itertools.count(1):
         folder = shutil.copytree(out, tmp_path / str(n))
         code = exit_code(fork(lambda _, n=n, folder=folder: archive_and_die(n, folder),
                               log=tmp_path / 'log'))
         assert files(folder) == files(out), n
-        checkpoints.archive_previous_run(folder)  # by the next run
+        archive_previous_run(folder)  # by the next run
         assert files(folder) == files(out), n
         assert not checkpoints.checkpoint_paths(folder), n
         if code == 0:

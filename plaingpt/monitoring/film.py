@@ -27,15 +27,13 @@ SAMPLE_TOKENS = 30  # length of a sample
 class Film:
     """Records snapshots of a train.Run's model.
 
-    sample: function(model, number of tokens) that returns a text; print_line: prints a warning.
-    Raises UserError if the dataset has no tokenizer."""
+    sampler: a Sampler, which writes the samples"""
 
-    def __init__(self, run, sample, print_line):
+    def __init__(self, run, sampler):
         self.run, self.model = run, run.model
-        self.sample = sample
-        self.print_line = print_line
+        self.sampler = sampler
         self.path = Path(run.config.out_dir, 'film.jsonl')
-        self.tokenizer = run.dataset.tokenizer()
+        self.tokenizer = sampler.tokenizer
         starts = run.val_data.eval_batches(run.val_data.world_size)[0]
         self.idx = run.val_data.eval_batch(starts)[0][:1, :PASSAGE_TOKENS]  # (1, T)
         steps = np.geomspace(1, max(1, run.config.max_iters), MAX_SNAPSHOTS - 1).round().astype(int)
@@ -60,7 +58,7 @@ class Film:
         try:
             row = self.snapshot()
         except Exception as e:
-            self.print_line(f'warning: stopped recording the film: {one_line(e)}')
+            self.run.log.print(f'warning: stopped recording the film: {one_line(e)}')
             self.due_iters.clear()
             self.due_fractions.clear()
         else:
@@ -78,7 +76,7 @@ class Film:
         for i, loss, top_k in zip(ids[1:], losses.tolist(), self.top_k(logits), strict=True):
             passage.append((self.token_text(i), rounded(loss), top_k))
         row = {'loss': rounded(losses.mean()), 'passages': [passage],
-               'sample': self.sample(self.model, SAMPLE_TOKENS)}
+               'sample': self.sampler.sample(self.model, SAMPLE_TOKENS)}
         maps = []  # of each layer
         for _, args, kwargs in recorder.attention:
             heads = []

@@ -49,7 +49,6 @@ class PlanConfig(TrainConfig):
     at_least_0 = (*TrainConfig.at_least_0, 'gpu_memory_gb')
 
     def __post_init__(self):
-        super().__post_init__()
         if self.gpu in devices.MEASURED and not self.gpu_memory_gb:
             _, self.gpu_memory_gb = devices.MEASURED[self.gpu]
 

@@ -40,8 +40,8 @@ def test_the_end_of_the_learning_rate_follows_what_it_depends_on(tmp_path):
                                  (['--min_lr=0', '--lr_decay_iters=90'], 0, 90)):
         for file in (plain, computed):
             config = load(file, *options)
-            assert config.min_lr == pytest.approx(min_lr)
-            assert config.lr_decay_iters == end
+            assert config.final_lr() == pytest.approx(min_lr)
+            assert config.decay_iters() == end
 
 
 @pytest.mark.parametrize('config', [TrainConfig, sample.SampleConfig, PrepareConfig,

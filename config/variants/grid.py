@@ -28,7 +28,7 @@ def variants(config):
         '': {},
         'SGD + cosine': {'optimizer': 'sgd', 'lr_schedule': 'cosine', 'decay_lr': True,
                          'learning_rate': SGD_TIMES_LR * config.learning_rate,
-                         'min_lr': SGD_TIMES_LR * config.min_lr},
+                         'min_lr': SGD_TIMES_LR * config.final_lr()},
         'float16': {'dtype': 'float16'},
         'bfloat16': {'dtype': 'bfloat16'},
         'reduced batch': {'batch_size': config.batch_size // 4},

@@ -136,9 +136,9 @@ def describe_run(run):
 
 
 def changed_settings(config):
-    """{key: value} of the fields of a dataclass that differ from their defaults."""
-    defaults = asdict(type(config)())
-    return {key: value for key, value in asdict(config).items() if value != defaults[key]}
+    """The resolved() settings of a TrainConfig that differ from the defaults."""
+    defaults = type(config)().resolved()
+    return {key: value for key, value in config.resolved().items() if value != defaults[key]}
 
 
 # Types of the values that reports and plot.py read from run.json and its settings.

@@ -18,7 +18,7 @@ def get_lr(it, config, fraction_done=None):
     if not config.decay_lr:
         return config.learning_rate
     is_timed = fraction_done is not None
-    warmup, end = config.warmup_iters, config.lr_decay_iters
+    warmup, end = config.warmup_iters, config.decay_iters()
     if it < warmup and not (is_timed and fraction_done >= MAX_WARMUP):
         lr = config.learning_rate * (it + 1) / (warmup + 1)
         if is_timed:
@@ -30,7 +30,7 @@ def get_lr(it, config, fraction_done=None):
     name, _, decay_share = config.lr_schedule.partition(':')
     options = [float(decay_share)] if decay_share else []
     coeff = SCHEDULES[name](position, warmup, end, *options)  # from 1 to 0
-    return config.min_lr + coeff * (config.learning_rate - config.min_lr)
+    return config.final_lr() + coeff * (config.learning_rate - config.final_lr())
 
 
 # Each schedule takes the current position and the ends of the warmup and of the schedule. It

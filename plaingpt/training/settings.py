@@ -7,7 +7,7 @@ configurator checks types and the limits at the end of the class.
 import difflib
 import os
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Literal
 
 from model import GPTConfig
@@ -105,12 +105,6 @@ class TrainConfig(GPTConfig):
         'eval_tasks_limit', 'patience', 'total_batch_size', 'learning_rate', 'max_iters', 'minutes',
         'weight_decay', 'grad_clip', 'warmup_iters', 'lr_decay_iters', 'min_lr', 'seed')
 
-    def __post_init__(self):
-        if self.lr_decay_iters == 'auto':
-            self.lr_decay_iters = max(self.max_iters, self.warmup_iters)
-        if self.min_lr == 'auto':
-            self.min_lr = self.learning_rate / 10
-
     def out_of_range(self):
         """Messages about invalid values that the limits above do not catch."""
         problems = []
@@ -155,10 +149,11 @@ class TrainConfig(GPTConfig):
         if self.patience and self.check == 'overfit':
             problems.append(f'patience={self.patience} cannot be combined with check=overfit, '
                             'which lets the validation loss rise')
-        if self.decay_lr and self.lr_schedule != 'constant' and self.min_lr > self.learning_rate:
-            problems.append(f'min_lr={setting(self.min_lr)} is greater than '
+        if self.decay_lr and self.lr_schedule != 'constant' \
+                and self.final_lr() > self.learning_rate:
+            problems.append(f'min_lr={setting(self.final_lr())} is greater than '
                             f'learning_rate={setting(self.learning_rate)}')
-        if self.decay_lr and self.warmup_iters > self.lr_decay_iters:
+        if self.decay_lr and self.warmup_iters > self.decay_iters():
             problems.append(f'warmup_iters={self.warmup_iters} is greater than '
                             f'lr_decay_iters={self.lr_decay_iters}')
         return problems + self.batch_problems()
@@ -208,6 +203,20 @@ class TrainConfig(GPTConfig):
                 kind, scale = entry.split(':')
                 scales[kind] = float(scale)
         return scales
+
+    def decay_iters(self):
+        """The iteration at which the schedule reaches final_lr()."""
+        if self.lr_decay_iters == 'auto':
+            return max(self.max_iters, self.warmup_iters)
+        return self.lr_decay_iters
+
+    def final_lr(self):
+        """The learning rate at the end of the schedule."""
+        return self.learning_rate / 10 if self.min_lr == 'auto' else self.min_lr
+
+    def resolved(self):
+        """{setting: value}, with numbers in place of min_lr=auto and lr_decay_iters=auto."""
+        return asdict(self) | {'lr_decay_iters': self.decay_iters(), 'min_lr': self.final_lr()}
 
     @property
     def is_read_only(self):

@@ -3,7 +3,7 @@ settings, the architecture and the training texts that it brings."""
 
 import os
 import time
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 
 import numpy as np
 
@@ -102,12 +102,13 @@ def restored_settings(config):
                 if field.init and field.name in config.keys() - NOT_RESTORED}
     if config.get('check') == 'overfit':  # it determines the training data
         settings['check'] = 'overfit'
-    # A checkpoint has numbers in place of 'auto'. Restore 'auto', so that they follow max_iters and
-    # learning_rate if the command changes those.
-    auto = TrainConfig(**{**settings, 'min_lr': 'auto', 'lr_decay_iters': 'auto'})
-    for key in ('min_lr', 'lr_decay_iters'):
-        if settings.get(key) == getattr(auto, key):
-            settings[key] = 'auto'
+    # 1.0 saved numbers in place of 'auto', and knew no `clock`. Restore 'auto', so that they follow
+    # max_iters and learning_rate if the command changes those.
+    if 'clock' not in config:
+        auto = TrainConfig(**{**settings, 'min_lr': 'auto', 'lr_decay_iters': 'auto'}).resolved()
+        for key in ('min_lr', 'lr_decay_iters'):
+            if settings.get(key) == auto[key]:
+                settings[key] = 'auto'
     return settings
 
 
@@ -115,8 +116,9 @@ def check_resumable(checkpoint, config, dataset):
     """Check that a Checkpoint can be resumed with these settings and data, and print the settings
     that have changed. Raises UserError for a change that is not possible."""
     # A setting that did not exist when the checkpoint was written had its default.
-    before = {**asdict(TrainConfig()), **checkpoint.settings()}
-    changed = {key: (before[key], value) for key, value in asdict(config).items()
+    saved = {key: value for key, value in checkpoint.settings().items() if key != 'document_start'}
+    before = TrainConfig(**saved).resolved()
+    changed = {key: (before[key], value) for key, value in config.resolved().items()
                if before[key] != value}
     fixed = {field.name for field in fields(GPTConfig)} - {'dropout', 'vocab_size'} | {'optimizer'}
     differences = [f'{key}={setting(old)}, not {setting(new)}'

@@ -65,7 +65,7 @@ def test_a_sweep_trains_all_combinations_of_its_values():
     assert list(last) == [1337, 1338]
     config = read(last[1338])
     assert (config.conv, config.max_iters, config.seed) == (4, 7, 1338)
-    assert config.min_lr == pytest.approx(2e-4)  # which follows the learning rate
+    assert config.final_lr() == pytest.approx(2e-4)  # which follows the learning rate
 
 
 # -----------------------------------------------------------------------------

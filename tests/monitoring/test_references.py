@@ -2,11 +2,15 @@
 
 import json
 import re
+from dataclasses import asdict
 
 import pytest
 from processes import ROOT
 
+from configurator import load_config
 from plaingpt.monitoring import references
+from plaingpt.monitoring.run_record import changed_settings
+from plaingpt.training.settings import NOT_COMPARED, TrainConfig
 
 FACTS = {'config': {'total_batch_size': 0, 'batch_size': 2, 'block_size': 8, 'n_embd': 128,
                     'gradient_accumulation_steps': 1, 'check': 'auto'},
@@ -72,8 +76,26 @@ def test_the_band_is_the_95_percent_prediction_interval_of_a_new_seed(folder):
     assert (low, high) == pytest.approx((2 - reach, 2 + reach), abs=1e-4)
 
 
+OURS = ['quickstart', 'shakespeare_char_cpu', 'shakespeare_char_cpu_fast']
+
+
+@pytest.mark.parametrize(('recipe', 'options', 'expected'), [
+    *((name, [], name) for name in OURS),
+    # which auto gives, and which it does not
+    ('shakespeare_char_cpu', ['--lr_decay_iters=2000'], 'shakespeare_char_cpu'),
+    ('shakespeare_char_cpu', ['--lr_decay_iters=1999'], None)])
+def test_our_recipes_have_their_references(recipe, options, expected):
+    config = load_config(TrainConfig, [f'config/{recipe}.py', *options])
+    header, *_ = (references.FOLDER / f'{recipe}.csv').read_text(encoding='utf-8').splitlines()
+    reference = json.loads(header.removeprefix('#'))
+    run = {'config': asdict(config), 'changed': changed_settings(config), 'from_scratch': True,
+           'vocab_size': reference['vocab_size'],
+           'data': {'source': {'corpus': reference['corpus']}}}
+    assert references.find_reference(run, NOT_COMPARED) == expected
+
+
 def test_our_references_can_be_read():
-    for name in ('quickstart', 'shakespeare_char_cpu', 'shakespeare_char_cpu_fast'):
+    for name in OURS:
         band = references.read_band({'reference': name})
         assert band
         assert all(low < high for _, low, high in band)

@@ -134,12 +134,28 @@ def test_settings_of_the_command_change_those_that_follow_from_them(out, tmp_pat
     changes = [' '.join(line.split()[1:]) for line in printed.splitlines() if '→' in line]
     assert [change for change in changes if not change.startswith('out_dir')] == [
         'learning_rate 0.0006 → 0.0003', 'max_iters 6 → 7', 'grad_clip 1.0 → 0.5',
-        'lr_decay_iters 6 → 7', 'min_lr 6e-05 → 3e-05']
+        'min_lr 6e-05 → 3e-05']
+    config = checkpoints.find(out).settings()
+    assert (config['lr_decay_iters'], config['min_lr']) == (6, 'auto')
+
+
+def test_settings_of_the_command_leave_those_that_were_set(tiny, tmp_path, capsys):
+    train.main([*tiny, '--max_iters=3', '--lr_decay_iters=auto', '--learning_rate=1e-3',
+                '--min_lr=1e-4'])  # which auto would give
+    capsys.readouterr()
+    train.main(['--init_from=resume', f'--out_dir={tmp_path}/out', '--learning_rate=5e-4',
+                '--max_iters=4'])
+    printed = capsys.readouterr().out
+    assert 'min_lr' not in printed
+    assert 'changed: lr_decay_iters 3 → 4' in printed
+    for saved in (checkpoints.find(tmp_path / 'out').settings(),
+                  json.loads((tmp_path / 'out/run.json').read_text())['config']):
+        assert (saved['lr_decay_iters'], saved['min_lr']) == ('auto', 1e-4)
 
 
 def test_settings_of_a_command_stay_with_the_run(out):
     resume = ['--init_from=resume', f'--out_dir={out}']
-    for words, expected in ((['--max_iters=8', '--min_lr=0'], (8, 0)),
+    for words, expected in ((['--max_iters=8', '--min_lr=0'], (6, 0)),
                             (['--max_iters=9', '--lr_decay_iters=8'], (8, 0)),
                             (['--max_iters=10'], (8, 0))):
         train.main([*resume, *words])

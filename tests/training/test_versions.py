@@ -52,6 +52,25 @@ def test_a_run_of_1_0_is_resumed(each):
     assert checkpoints.find('run').state['sequences'] == 9 * 8
 
 
+def test_numbers_of_1_0_that_auto_would_give_are_read_as_auto(old, capsys):
+    train.main([*SAME, '--max_iters=9', '--learning_rate=3e-4'])
+    printed = capsys.readouterr().out
+    assert 'changed: lr_decay_iters 6 → 9' in printed
+    assert 'changed: min_lr 6e-05 → 3e-05' in printed
+    config = checkpoints.find('run').settings()
+    assert (config['lr_decay_iters'], config['min_lr']) == ('auto', 'auto')
+
+
+def test_other_numbers_of_1_0_are_read_as_they_are(old, capsys):
+    change_state(lambda state: state['config'].update(lr_decay_iters=5, min_lr=1e-5))
+    train.main([*SAME, '--max_iters=7', '--learning_rate=1e-4'])
+    printed = capsys.readouterr().out
+    assert 'lr_decay_iters' not in printed
+    assert 'min_lr' not in printed
+    config = checkpoints.find('run').settings()
+    assert (config['lr_decay_iters'], config['min_lr']) == (5, 1e-5)
+
+
 def test_a_setting_that_a_checkpoint_does_not_have_is_its_default(old, capsys):
     change_state(lambda state: [state['config'].pop('film'), state['config'].pop('conv'),
                                 state['model'].pop('conv')])

@@ -169,7 +169,7 @@ def print_run(gpt_config, config, start, size, step_s):
                 f'{mfu:.0%} (measured with GPT-2 124M)'
     done = start.checkpoint.iter_num if start.resumed else 0
     if config.minutes:
-        clock = make_clock(config, start)
+        clock = make_clock(config, start.started_at)
         seconds = clock.total_s - clock.used_s
         time, last_iter = duration(seconds), None
         if step_s:

@@ -8,10 +8,9 @@ Without a config file, this trains GPT-2 124M on OpenWebText. Settings are docum
 plaingpt/training/settings.py and by: python train.py --help
 """
 
-import gc
 import math
-from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,29 +20,18 @@ from torch.nn.utils import clip_grad_norm_
 from configurator import load_config, options_of
 from model import GPT
 from plaingpt.checks.preflight import preflight
-from plaingpt.data.batches import BatchLoader
-from plaingpt.data.dataset import Dataset, Mixture, describe_batches, open_data
-from plaingpt.data.mixtures import MixedLoader
+from plaingpt.data.dataset import describe_batches, open_data
 from plaingpt.monitoring.metrics import Metrics
 from plaingpt.monitoring.observers import Observers
 from plaingpt.monitoring.run_folder import close_run_folder, open_run_folder
 from plaingpt.monitoring.samples import check_tasks
 from plaingpt.parallel.blocks import apply_activation_checkpointing, compile_blocks
-from plaingpt.system import devices
-from plaingpt.system.distributed import (
-    Stopped,
-    StopRequest,
-    all_gather,
-    check_shared,
-    full_tensor,
-    gloo_group,
-    launched_world,
-    print0,
-    process_group,
-)
+from plaingpt.system import devices, distributed, machine
+from plaingpt.system.distributed import launched_world, print0
 from plaingpt.system.errors import phase, run_script
 from plaingpt.system.files import lock_output_dir
-from plaingpt.system.formatting import command_for, count_of, quoted
+from plaingpt.system.formatting import count_of
+from plaingpt.training import start as starts
 from plaingpt.training.attention import use_fast_attention
 from plaingpt.training.bad_steps import BadSteps, SkippedSteps
 from plaingpt.training.checkpoint import KEEP_NEWEST, Saver
@@ -51,23 +39,9 @@ from plaingpt.training.evaluation import evaluate, val_bytes_per_token
 from plaingpt.training.loss import compute_loss_in_chunks
 from plaingpt.training.memory import fit_to_memory
 from plaingpt.training.optimizers import build_optimizer, ema_weights, resume_ema
-from plaingpt.training.progress import (
-    FINISHED,
-    TIME_UP,
-    DataPosition,
-    IterationClock,
-    MinuteClock,
-    Progress,
-    make_clock,
-)
+from plaingpt.training.progress import Progress, make_clock
+from plaingpt.training.training_run import Run
 from plaingpt.training.settings import TrainConfig
-from plaingpt.training.start import (
-    StartingPoint,
-    check_resumable,
-    resolve_gpt_config,
-    resolve_minutes,
-    with_gpt_config,
-)
 
 # -----------------------------------------------------------------------------
 # the step
@@ -123,7 +97,7 @@ class Step:
             group['lr'] = lr * group['lr_scale']  # lr_scale: set by parameter_groups()
         self.scaler.unscale_(optimizer)
         max_norm = self.grad_clip or math.inf  # infinity: only measure the norm
-        grad_norm = full_tensor(clip_grad_norm_(self.model.parameters(), max_norm))
+        grad_norm = distributed.full_tensor(clip_grad_norm_(self.model.parameters(), max_norm))
         skip_step = self.bad_steps.must_skip(self.loss, grad_norm)  # 1.0 or 0.0, on the device
         # Not scaler.step(): it checks only gradients, and would update the weights after a bad
         # loss. The flag is torch's, for optimizers that skip the step themselves if found_inf is 1.
@@ -199,61 +173,32 @@ def replicate(model, device):
 # setup
 
 
-@dataclass
-class Run:
-    """A training run: everything the loop needs."""
-
-    config: TrainConfig
-    start: StartingPoint  # scratch, pretrained weights, or the checkpoint to resume
-    dataset: Dataset | Mixture
-    train_data: BatchLoader | MixedLoader
-    val_data: BatchLoader | MixedLoader
-    model: GPT  # what checkpoints save; step.model is the same model, compiled and in DDP
-    step: Step
-    clock: IterationClock | MinuteClock
-    progress: Progress
-    log: Metrics
-    skipped: SkippedSteps
-    saver: Saver
-    stop: StopRequest
-
-    @property
-    def is_new(self):
-        """Whether the weights are still the initial ones."""
-        return self.start.from_scratch and self.progress.iter_num == 0
-
-    def state(self):
-        """The objects whose state a checkpoint holds, besides the model and the optimizer."""
-        return (self.progress, DataPosition(self.train_data, self.progress), self.step, self.clock,
-                self.log, devices.RandomState(self.step.device, launched_world().rank))
-
-
 @phase('setup')
 def setup(config, start, world, device, device_why):
     """Build a Run from the settings and the starting point. Raises UserError."""
     # Every rank uses rank 0's settings and checkpoint, because a config file may benchmark the
     # machine. Each rank has its own seed, so that dropout masks differ.
     devices.prepare_device(device)
-    group = gloo_group()
-    config = all_gather(config, group)[0]
+    group = distributed.gloo_group()
+    config = distributed.all_gather(config, group)[0]
     start.share_checkpoint(group)
     torch.manual_seed(config.seed + world.rank)
     if world.size > 1 and not config.is_read_only:
-        check_shared(Path(config.out_dir), world, group)
+        distributed.check_shared(Path(config.out_dir), world, group)
     check_tasks(config)  # fail early if a benchmark cannot be loaded
 
     # The architecture comes from the checkpoint, the pretrained weights or the settings.
     dataset = open_data(config, world)
     if start.resumed:
-        check_resumable(start.weights, config, dataset)
-    gpt_config = resolve_gpt_config(config, dataset, start)
+        starts.check_resumable(start.weights, config, dataset)
+    gpt_config = starts.resolve_gpt_config(config, dataset, start)
 
     # Precision and torch.compile; then, if auto, DDP or FSDP and batch_size from the free memory.
     dtype, dtype_why = devices.choose_dtype(config.dtype, device, gpt_config.n_embd, training=True)
     compile, compile_why = devices.choose_compile(config.compile, device)
     print0(f'device {device} ({device_why}) | dtype {dtype} ({dtype_why}) | '
            f'compile {compile} ({compile_why}) | processes {world.size}')
-    config = fit_to_memory(with_gpt_config(config, gpt_config), gpt_config, dtype, device)
+    config = fit_to_memory(starts.with_gpt_config(config, gpt_config), gpt_config, dtype, device)
 
     # A batch is a function of the seed and the step; each process reads its share.
     train_data, val_data = open_batches(config, dataset, world, device)
@@ -271,9 +216,9 @@ def setup(config, start, world, device, device_why):
               skipped=SkippedSteps(step, config.out_dir, train_data),
               saver=Saver(config.out_dir, rank=world.rank, world_size=world.size,
                           keep=KEEP_NEWEST, background=device.type == 'cuda'),
-              stop=StopRequest())
+              stop=distributed.StopRequest())
     if start.resumed:
-        resume(run, start.checkpoint)
+        run.resume(start.checkpoint)
     return run
 
 
@@ -288,18 +233,6 @@ def open_batches(config, dataset, world, device):
     return train_data, val_data
 
 
-def resume(run, checkpoint):
-    """Restore everything except the weights, which build() has loaded, from a checkpoint."""
-    checkpoint.load_optimizer(run.step.optimizer, run.model)
-    for part in run.state():
-        part.load_state_dict(checkpoint.state)
-    # Evaluations read as many sequences as before, even if batch_size has changed.
-    if checkpoint.settings()['eval_iters'] != run.config.eval_iters:
-        run.progress.eval_sequences = run.config.eval_sequences()
-    if run.config.eval_only:
-        run.progress.evaluated_at = None  # evaluate again
-
-
 # -----------------------------------------------------------------------------
 # the loop
 
@@ -308,7 +241,7 @@ def train(run, observers):
     """Evaluate, save, step and log until the run ends. Return the reason why it ended."""
     config, step, clock, progress, log = run.config, run.step, run.clock, run.progress, run.log
     log.begin(progress.iter_num)
-    freeze_existing_objects()
+    machine.freeze_existing_objects()  # garbage collection would stall all ranks
     with closing(run.train_data.train_batches(progress.iter_num)) as batches:
         while True:
             # evaluate, save or stop; all ranks make the same decision
@@ -316,12 +249,11 @@ def train(run, observers):
             is_last = config.eval_only or fraction_done == 1
             eval_is_due = is_last or clock.evaluation_is_due(progress.iter_num, fraction_done)
             if eval_is_due and not progress.evaluated:
-                # after a signal, nothing is logged, and the resumed run evaluates again
-                with suppress(Stopped), clock.timed_evaluation(), log.paused('evaluation'):
+                with clock.timed_evaluation(), log.paused('evaluation'):
                     evaluate_and_log(run, observers, is_last)
-            reason = run.stop.agreed_signal() or reason_to_stop(run, is_last)
-            if reason or save_is_due(config, progress):
-                save(run)
+            reason = run.reason_to_stop(is_last)
+            if reason or run.save_is_due():
+                run.save()
                 reason = reason or run.skipped.gave_up  # save() updates it
             if reason:
                 run.saver.wait()
@@ -341,27 +273,23 @@ def train(run, observers):
             observers.on_step(progress.iter_num, fraction_done)
 
 
-def freeze_existing_objects():
-    """Exempt what exists now from garbage collection: a full collection takes 0.1 s and stalls all
-    ranks."""
-    gc.unfreeze()  # undo the freeze of an earlier run in this process
-    gc.collect()
-    gc.freeze()
-
-
 def evaluate_and_log(run, observers, is_last):
     """Measure and log the losses of both splits, the benchmarks and a sample, and record whether
-    the validation loss is below all earlier ones."""
+    the validation loss is below all earlier ones. After a signal, nothing is logged, and the
+    resumed run evaluates again."""
     progress = run.progress
     # The first evaluation of a new run reads one step's sequences only: enough to see that the loss
     # is about ln(vocab_size). A timed run evaluates in full, to measure how long that takes.
     sequences = progress.eval_sequences
     if run.is_new and not is_last and not run.config.minutes:
         sequences = min(sequences, run.config.step_sequences())
-    with ema_weights(run.step.optimizer):  # with average_decay, evaluate the EMA of the weights
-        losses = evaluate(run, sequences)  # training/evaluation.py
-        scores, sample = observers.on_evaluation(losses['train_loss'], losses['val_loss'])
-    run.stop.raise_if_stopped()
+    try:
+        with ema_weights(run.step.optimizer):  # with average_decay, evaluate the EMA of the weights
+            losses = evaluate(run, sequences)  # training/evaluation.py
+            scores, sample = observers.on_evaluation(losses['train_loss'], losses['val_loss'])
+        run.stop.raise_if_stopped()
+    except distributed.Stopped:
+        return
     is_best = progress.record_evaluation(losses['val_loss'], losses['val_stderr'])
     # the initial loss is one to beat, but is not called the best: there is no checkpoint of it
     run.log.evaluation(progress.iter_num, **losses, best=is_best and progress.iter_num > 0,
@@ -369,74 +297,16 @@ def evaluate_and_log(run, observers, is_last):
     run.log.benchmarks(progress.iter_num, scores)
 
 
-def reason_to_stop(run, is_last):
-    """Why the run stops at this iteration, or None if it continues."""
-    patience = run.config.patience
-    progress = run.progress
-    if run.skipped.gave_up:
-        return run.skipped.gave_up
-    if is_last:
-        return TIME_UP if run.config.minutes else FINISHED
-    if 0 < patience <= progress.evals_since_best:
-        evaluations = count_of(progress.evals_since_best, 'evaluation')
-        return f'patience={patience}: validation loss did not improve on ' \
-               f'{progress.best_val_loss:.4f} in the last {evaluations}'
-    return None
-
-
-def save_is_due(config, progress):
-    if progress.evaluated and (config.always_save_checkpoint or progress.evals_since_best == 0):
-        return True
-    if config.checkpoint_interval == 'auto':  # only after evaluations
-        return False
-    return progress.iter_num % config.checkpoint_interval == 0
-
-
-def save(run):
-    """Save a checkpoint of this iteration, unless it exists or nothing has been trained yet."""
-    progress = run.progress
-    run.skipped.report(progress.iter_num, run.log)
-    is_saved = progress.saved_at == progress.iter_num \
-        and (progress.saved_evaluated or not progress.evaluated)
-    if progress.iter_num == 0 or is_saved or run.config.eval_only:
-        return
-    state = {'config': asdict(run.config), **run.dataset.state()}  # tokenizer, tokens
-    for part in run.state():
-        state.update(part.state_dict())
-    with run.log.paused('save'), ema_weights(run.step.optimizer):
-        run.saver.save(run.model, run.step.optimizer, state)
-    progress.saved_at = progress.iter_num
-    progress.saved_evaluated = progress.evaluated
-
-
-@contextmanager
-def save_on_error(run):
-    """If training fails, save the last complete step and tell the user how to resume. Only a single
-    process can: with several, the others would wait for one that has failed."""
-    try:
-        yield
-    except Exception as error:
-        with suppress(Exception):  # the original error matters more
-            if launched_world().size == 1 and not run.progress.updating:
-                save(run)
-                run.saver.wait()
-                if run.progress.saved_at and not run.saver.failed:
-                    error.add_note(f'saved iteration {run.progress.saved_at}; to resume: '
-                                   f'{command_for("train")} --out_dir={quoted(run.config.out_dir)} '
-                                   '--init_from=resume')
-        raise
-
-
 def main(argv):
-    start = StartingPoint()
+    start = starts.StartingPoint()  # what init_from names: scratch, resume, gpt2, a folder, …
     config = load_config(TrainConfig, argv, __doc__, read_saved=start.read)
-    config = resolve_minutes(config, start, options_of(TrainConfig, argv).keys())
+    config = starts.resolve_minutes(config, start, options_of(TrainConfig, argv).keys())
     world = launched_world()
     device, device_why = devices.choose_device(config.device, world.local_rank)
     devices.choose_compile(config.compile, device)  # fail early if torch.compile is unavailable
     job = nullcontext()
     if world.launched:
-        job = process_group(world, device, config.backend)
+        job = distributed.process_group(world, device, config.backend)
     writes_files = world.is_main and not config.is_read_only
     with lock_output_dir(config.out_dir) if writes_files else nullcontext(), job:
         run = setup(config, start, world, device, device_why)
@@ -445,7 +315,7 @@ def main(argv):
             return
         record = open_run_folder(run)  # moves a previous run away, writes run.json
         run.log.open(record, val_bytes_per_token(run) if world.is_main else None)
-        with run.stop, save_on_error(run), phase('training step'):
+        with run.stop, run.save_on_error(), phase('training step'):
             observers = Observers(run)
             reason = train(run, observers)
             observers.on_end()

@@ -24,7 +24,9 @@ from pathlib import Path
 import torch
 
 from configurator import load_config, options_of
-from plaingpt.data.dataset import open_data
+from plaingpt.core.dataset import open_data
+from plaingpt.core.settings import TrainConfig
+from plaingpt.core.start import StartingPoint, resolve_minutes
 from plaingpt.experiments import runs
 from plaingpt.experiments.runs import (
     EXIT_STATUS,
@@ -46,8 +48,6 @@ from plaingpt.system.distributed import launched_world
 from plaingpt.system.errors import UserError, run_script, warn
 from plaingpt.system.files import make_writable
 from plaingpt.system.formatting import count_of
-from plaingpt.training.settings import TrainConfig
-from plaingpt.training.start import StartingPoint, resolve_minutes
 from train import build
 
 

@@ -23,20 +23,20 @@ import torch
 
 from configurator import load_config
 from plaingpt.checks.model_checks import attention_is_causal, check_length, small_model
-from plaingpt.data.batches import BatchLoader
-from plaingpt.data.dataset import open_dataset_spec
+from plaingpt.core.batches import BatchLoader
+from plaingpt.core.dataset import open_dataset_spec
+from plaingpt.core.evaluation import mean_loss
+from plaingpt.core.loss import loss_in_chunks
 from plaingpt.data.overlap import describe_share, share_trained_on, windows_of
 from plaingpt.data.text_files import read_text
 from plaingpt.data.tokenizers import IdsTokenizer, token_bytes, vocabulary_of
 from plaingpt.inference import lm_eval_model
+from plaingpt.inference.open_weights import ModelChoice, load
+from plaingpt.monitoring.trained_on import trained_on
 from plaingpt.system.devices import autocast, choose_device, choose_dtype
 from plaingpt.system.distributed import gloo_group, launched_world, print0, process_group
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import write_json
-from plaingpt.training.evaluation import mean_loss
-from plaingpt.training.loss import loss_in_chunks
-from plaingpt.training.open_weights import ModelChoice, load
-from plaingpt.training.start import trained_on
 
 BUILTIN_TASKS = ('val', 'train', 'text')
 

@@ -19,13 +19,13 @@ import torch
 from safetensors import SafetensorError
 
 from configurator import load_config
-from plaingpt.data.dataset import open_dataset_spec, parse_dataset_spec
+from plaingpt.core.dataset import open_dataset_spec, parse_dataset_spec
 from plaingpt.inference.gguf_export import DTYPES, write_gguf
 from plaingpt.inference.hf_architectures import ARCHITECTURES, OWN_CODE, find_architecture
 from plaingpt.inference.hf_export import MAX_TOKENS, check_export, write_hf
+from plaingpt.inference.open_weights import ModelChoice, load
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import count_of, printable
-from plaingpt.training.open_weights import ModelChoice, load
 
 
 @dataclass

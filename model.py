@@ -464,7 +464,7 @@ class GPT(nn.Module):
         """A GPT with pretrained weights, in eval mode. source: 'gpt2', 'gpt2-medium', 'gpt2-large',
         'gpt2-xl', OWNER/NAME on the Hugging Face Hub, a folder in its layout, the out_dir of a run,
         or nanoGPT's ckpt.pt. Needs plaingpt/ beside this file."""
-        from plaingpt.training.open_weights import make_model, open_weights
+        from plaingpt.inference.open_weights import make_model, open_weights
         return make_model(open_weights(source))
 
     @torch.no_grad()

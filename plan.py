@@ -15,23 +15,23 @@ import torch
 
 from configurator import load_config, options_of
 from model import GPT
-from plaingpt.data.dataset import (
+from plaingpt.core.blocks import CHECKPOINT_MODES
+from plaingpt.core.checkpoint import KEEP_NEWEST
+from plaingpt.core.dataset import (
     describe_batches,
     describe_epochs,
     has_token_files,
     open_dataset_spec,
 )
+from plaingpt.core.progress import make_clock
+from plaingpt.core.settings import TrainConfig
+from plaingpt.core.start import StartingPoint, resolve_minutes
 from plaingpt.experiments.speed import estimate_step, planned_gpt_config
-from plaingpt.parallel.blocks import CHECKPOINT_MODES
 from plaingpt.system import devices
 from plaingpt.system.distributed import World
 from plaingpt.system.errors import run_script
 from plaingpt.system.formatting import GIB, count_of, duration, gib, short
 from plaingpt.training import memory
-from plaingpt.training.checkpoint import KEEP_NEWEST
-from plaingpt.training.progress import make_clock
-from plaingpt.training.settings import TrainConfig
-from plaingpt.training.start import StartingPoint, resolve_minutes
 from train import build, open_batches
 
 COUNTED_DEPTHS = (100, 102)  # the parameters of deeper models are extrapolated from these
@@ -170,6 +170,8 @@ def print_run(gpt_config, config, start, size, step_s):
     done = start.checkpoint.iter_num if start.resumed else 0
     if config.minutes:
         clock = make_clock(config, start.started_at)
+        if start.resumed:
+            clock.load_state_dict(start.checkpoint.state)
         seconds = clock.total_s - clock.used_s
         time, last_iter = duration(seconds), None
         if step_s:
@@ -193,7 +195,10 @@ def print_tokens(config, start, size, parameters, last_iter):
     if has_token_files(config.dataset):
         dataset = open_dataset_spec(config.dataset, config.vocab_size)
         train_data, val_data = open_batches(config, dataset, World(size=config.processes),
-                                            torch.device('cpu'), start.checkpoint)
+                                            torch.device('cpu'))
+        if start.resumed:
+            state = start.checkpoint.state
+            train_data.resume_at(state['iter_num'], state['sequences'])
         data = describe_batches(config, dataset, train_data, val_data)
         if last_iter:
             total = train_data.tokens_before(last_iter)

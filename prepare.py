@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Literal
 
 from configurator import load_config
+from plaingpt.core.dataset import dataset_folder, not_prepared
+from plaingpt.core.token_files import parse_dtype
 from plaingpt.data import pretokenized, tokenizers
 from plaingpt.data.chat_tokenizer import ChatTokenizer, plain_template
 from plaingpt.data.conversations import ConversationReader
 from plaingpt.data.corpora import CORPORA, OPTIONS, corpus_table, describe_corpus
-from plaingpt.data.dataset import dataset_folder, not_prepared
 from plaingpt.data.documents import open_source
 from plaingpt.data.encoding import VAL_CHARS, EncodingOptions, Job, write_tokens
 from plaingpt.data.inspection import inspect
 from plaingpt.data.rows import TextReader
 from plaingpt.data.shards import read_progress, write_dataset
 from plaingpt.data.text_files import separators_for
-from plaingpt.data.token_files import parse_dtype
 from plaingpt.data.tokenizer_choice import (
     UNTRAINED,
     check_round_trip,

@@ -18,10 +18,10 @@ from typing import Annotated, Literal
 
 from configurator import load_config
 from plaingpt.data.tokenizers import IdsTokenizer, is_chat
+from plaingpt.inference.open_weights import GeneratorChoice, open_generator
 from plaingpt.inference.text_generator import Sampling, list_stop_strings, print_text
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import count_of, shown
-from plaingpt.training.open_weights import GeneratorChoice, open_generator
 
 ESCAPE = re.compile(r'\\(?:[nrt\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})')
 

@@ -18,10 +18,10 @@ from copy import copy
 from dataclasses import dataclass
 
 from configurator import checked, load_config
+from plaingpt.inference.open_weights import GeneratorChoice, open_generator
 from plaingpt.inference.text_generator import Sampling, list_stop_strings
 from plaingpt.system.errors import UserError, needs, run_script
 from plaingpt.system.formatting import printable
-from plaingpt.training.open_weights import GeneratorChoice, open_generator
 
 LOOPBACK = re.compile(r'[\w+.-]+://(localhost|127\.0\.0\.1|::1|\[::1\])(:\d+)?', re.IGNORECASE)
 MAX_QUEUED = 16  # requests that wait for the current one; more are refused

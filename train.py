@@ -5,7 +5,7 @@
     torchrun --nproc_per_node=8 train.py config/gpt2_124m.py
 
 Without a config file, this trains GPT-2 124M on OpenWebText. Settings are documented in
-plaingpt/training/settings.py and by: python train.py --help
+plaingpt/core/settings.py and by: python train.py --help
 """
 
 import math
@@ -20,28 +20,28 @@ from torch.nn.utils import clip_grad_norm_
 from configurator import load_config, options_of
 from model import GPT
 from plaingpt.checks.preflight import preflight
-from plaingpt.data.dataset import describe_batches, open_data
+from plaingpt.core import start as starts
+from plaingpt.core.attention import use_fast_attention
+from plaingpt.core.bad_steps import BadSteps, SkippedSteps
+from plaingpt.core.blocks import apply_activation_checkpointing, compile_blocks
+from plaingpt.core.checkpoint import KEEP_NEWEST, Saver
+from plaingpt.core.dataset import describe_batches, open_data
+from plaingpt.core.evaluation import evaluate, val_bytes_per_token
+from plaingpt.core.loss import compute_loss_in_chunks
+from plaingpt.core.optimizers import build_optimizer, ema_weights, resume_ema
+from plaingpt.core.progress import Progress, make_clock
+from plaingpt.core.settings import TrainConfig
+from plaingpt.core.training_run import Run
 from plaingpt.monitoring.metrics import Metrics
 from plaingpt.monitoring.observers import Observers
 from plaingpt.monitoring.run_folder import close_run_folder, open_run_folder
-from plaingpt.monitoring.samples import check_tasks
-from plaingpt.parallel.blocks import apply_activation_checkpointing, compile_blocks
+from plaingpt.monitoring.sampling import check_tasks
 from plaingpt.system import devices, distributed, machine
 from plaingpt.system.distributed import launched_world, print0
 from plaingpt.system.errors import phase, run_script
 from plaingpt.system.files import lock_output_dir
 from plaingpt.system.formatting import count_of
-from plaingpt.training import start as starts
-from plaingpt.training.attention import use_fast_attention
-from plaingpt.training.bad_steps import BadSteps, SkippedSteps
-from plaingpt.training.checkpoint import KEEP_NEWEST, Saver
-from plaingpt.training.evaluation import evaluate, val_bytes_per_token
-from plaingpt.training.loss import compute_loss_in_chunks
 from plaingpt.training.memory import fit_to_memory
-from plaingpt.training.optimizers import build_optimizer, ema_weights, resume_ema
-from plaingpt.training.progress import Progress, make_clock
-from plaingpt.training.training_run import Run
-from plaingpt.training.settings import TrainConfig
 
 # -----------------------------------------------------------------------------
 # the step
@@ -133,7 +133,7 @@ def build(gpt_config, config, device, dtype, compile=False, weights=None):
     world = launched_world()
     use_fsdp = config.parallel == 'fsdp'
     if use_fsdp:
-        from plaingpt.parallel import sharding
+        from plaingpt.core import sharding
     with sharding.parameters_on_meta() if use_fsdp else nullcontext():
         model = GPT(gpt_config)
     use_fast_attention(model)  # the same attention, faster on a CPU
@@ -260,7 +260,7 @@ def train(run, observers):
                 return reason
 
             # step
-            lr = clock.get_lr(progress.iter_num, fraction_done)  # training/schedules.py
+            lr = clock.get_lr(progress.iter_num, fraction_done)  # core/schedules.py
             loss = step.forward_backward(batches)
             progress.updating = True
             with observers.around_update(progress.iter_num + 1):
@@ -285,7 +285,7 @@ def evaluate_and_log(run, observers, is_last):
         sequences = min(sequences, run.config.step_sequences())
     try:
         with ema_weights(run.step.optimizer):  # with average_decay, evaluate the EMA of the weights
-            losses = evaluate(run, sequences)  # training/evaluation.py
+            losses = evaluate(run, sequences)  # core/evaluation.py
             scores, sample = observers.on_evaluation(losses['train_loss'], losses['val_loss'])
         run.stop.raise_if_stopped()
     except distributed.Stopped:

@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from plaingpt.data.dataset import has_token_files, open_dataset_spec
-from plaingpt.training.core_speed import core_speed
-from plaingpt.training.start import is_resumed
+from plaingpt.core.dataset import has_token_files, open_dataset_spec
+from plaingpt.core.start import is_resumed
+from plaingpt.experiments.core_speed import core_speed
 
 out_dir = 'out-own-text'
 if dataset == 'openwebtext':  # the default: no --dataset was given

@@ -15,10 +15,10 @@ def load(source, checkpoint='best', tokenizer='auto', device='auto'):
     Raises UserError.
     """
     # Imported here, so that `import plaingpt` does not import torch.
+    from plaingpt.inference.open_weights import ModelChoice
+    from plaingpt.inference.open_weights import load as load_model
     from plaingpt.inference.text_generator import TextGenerator
     from plaingpt.system.devices import choose_device
-    from plaingpt.training.open_weights import ModelChoice
-    from plaingpt.training.open_weights import load as load_model
     device, _ = choose_device(device)
     choice = ModelChoice(str(source), checkpoint=checkpoint, tokenizer=str(tokenizer))
     model, loaded_tokenizer, _ = load_model(choice)

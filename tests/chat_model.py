@@ -4,7 +4,7 @@ import torch
 from sample_data import CHAT
 
 from model import GPT, GPTConfig
-from plaingpt.training.checkpoint import Saver
+from plaingpt.core.checkpoint import Saver
 
 ANSWERS = {'hi': 'Hello there.', 'html': '<b id="bold">b</b>\x1b[31m', 'long': 'la ' * 20,
            'ä?': 'Ä und ö.'}

@@ -27,7 +27,7 @@ from sample_data import openai_gpt2
 
 import prepare
 import train
-from plaingpt.training import optimizers
+from plaingpt.core import optimizers
 
 # The first example pays for imports, and other programs may use the cores.
 settings.register_profile('busy', deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -9,9 +9,9 @@ from processes import options
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT
-from plaingpt.data.batches import BatchLoader
-from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training import progress, start
+from plaingpt.core import checkpoint as checkpoints
+from plaingpt.core import progress, start
+from plaingpt.core.batches import BatchLoader
 
 TINY = options(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, max_iters=6,
                gradient_accumulation_steps=2, eval_interval=3, eval_iters=2, warmup_iters=2,

@@ -4,7 +4,7 @@ import pytest
 from runs import model_of
 
 import bench
-from plaingpt.training.checkpoint import find
+from plaingpt.core.checkpoint import find
 
 
 def test_the_speed_of_a_step_is_saved(tiny, tmp_path, capsys):

@@ -8,8 +8,8 @@ import evaluate
 import sample
 from bench import BenchConfig
 from configurator import accepted_types, load_config, sections_of
+from plaingpt.core.settings import TrainConfig
 from plaingpt.system.errors import UserError
-from plaingpt.training.settings import TrainConfig
 from plan import PlanConfig
 from prepare import PrepareConfig
 

@@ -47,8 +47,8 @@ from sample_data import write_tasks
 import train
 from configurator import load_config
 from model import GPT, GPTConfig
+from plaingpt.core.weights import PRETRAINED
 from plaingpt.system.errors import run_script
-from plaingpt.weights import PRETRAINED
 
 # options of torchrun and Slurm in the text
 OF_OTHERS = {'nproc_per_node', 'nnodes', 'rdzv-endpoint', 'rdzv-conf', 'max-restarts', 'requeue',

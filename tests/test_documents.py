@@ -7,11 +7,11 @@ import torch
 from runs import HostReads
 
 from model import GPT, GPTConfig, find_documents
-from plaingpt.parallel.blocks import (
+from plaingpt.core.blocks import (
     CHECKPOINT_MODES,
     apply_activation_checkpointing,
 )
-from plaingpt.training.loss import loss_in_chunks
+from plaingpt.core.loss import loss_in_chunks
 
 OPENER = 64
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32,

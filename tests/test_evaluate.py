@@ -17,11 +17,11 @@ import prepare
 import sample
 import train
 from model import GPT, GPTConfig
-from plaingpt.data.dataset import open_dataset
+from plaingpt.core.dataset import open_dataset
 from plaingpt.data.tokenizers import ByteTokenizer
 from plaingpt.inference import lm_eval_model
 from plaingpt.inference.hf_export import write_hf
-from plaingpt.training.open_weights import ModelChoice, load
+from plaingpt.inference.open_weights import ModelChoice, load
 
 
 @pytest.fixture(scope='module')

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, GPTConfig
-from plaingpt.training.loss import chunk_size, compute_loss_in_chunks, loss_in_chunks
+from plaingpt.core.loss import chunk_size, compute_loss_in_chunks, loss_in_chunks
 
 SMALL = GPTConfig(block_size=16, vocab_size=250, n_layer=1, n_head=2, n_embd=16)
 

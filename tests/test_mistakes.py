@@ -16,33 +16,33 @@ MISTAKES = {
         'model.py', 'is_causal = mask is None and cache is None', 'is_causal = False',
         'test_model.py::test_a_token_sees_only_those_before_it'),
     'targets are not shifted': (
-        'plaingpt/data/batches.py', 'sequences[:, 1:].contiguous()',
+        'plaingpt/core/batches.py', 'sequences[:, 1:].contiguous()',
         'sequences[:, :-1].contiguous()',
         'data/test_batches.py::test_targets_are_the_tokens_one_position_later'),
     'the loss is not divided by the micro-steps': (
         'train.py', 'else loss / self.micro_steps', 'else loss',
         'training/test_equal_runs.py::test_a_run_is_the_same_however_its_steps_are_shared_out'),
     'a resumed run begins with other data': (
-        'plaingpt/data/batches.py', 'self.resume_offset += sequences - self.sequences_before(step)',
+        'plaingpt/core/batches.py', 'self.resume_offset += sequences - self.sequences_before(step)',
         'self.resume_offset += sequences',
         'training/test_equal_runs.py::'
         'test_a_resumed_run_matches_the_uninterrupted_one'),
     'checksums are not compared': (
-        'plaingpt/training/checkpoint.py', "if sha256 != chunk['sha256']", 'if not sha256',
+        'plaingpt/core/checkpoint.py', "if sha256 != chunk['sha256']", 'if not sha256',
         'training/test_checkpoint.py::test_every_flipped_bit_is_found'),
     'gradients are not clipped': (
         'train.py', 'self.grad_clip or math.inf', 'math.inf',
         'test_train.py::test_each_step_has_the_learning_rate_of_the_schedule_with_a_'
         'clipped_gradient'),
     'the cosine rises': (
-        'plaingpt/training/schedules.py', '0.5 * (1 + math.cos(', '0.5 * (1 - math.cos(',
+        'plaingpt/core/schedules.py', '0.5 * (1 + math.cos(', '0.5 * (1 - math.cos(',
         'training/test_schedules.py::test_the_learning_rate_falls_on_a_cosine_after_a_warmup'),
     'cached positions are off by one': (
         'plaingpt/inference/generation.py', 'self.new = slice(begin, self.end)',
         'self.new = slice(begin + 1, self.end + 1)',
         'inference/test_generation.py::test_cached_text_is_that_of_whole_forward_passes'),
     'the loss is also over what users say': (
-        'plaingpt/data/packing.py', 'targets[torch.from_numpy(~loss_mask[:, 1:])] = -1', 'pass',
+        'plaingpt/core/packing.py', 'targets[torch.from_numpy(~loss_mask[:, 1:])] = -1', 'pass',
         'data/test_packing.py::test_each_token_of_the_answers_is_a_target_once'),
     'no end of text before a document': (
         'plaingpt/data/encoding.py', 'prefix = [self.separator] if', 'prefix = [] if',

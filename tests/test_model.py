@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from processes import PATIENCE_S, ROOT
 
 from model import GPT, GPTConfig, NgramEmbedding, ShortConv
-from plaingpt.parallel.blocks import apply_activation_checkpointing
-from plaingpt.training.loss import loss_in_chunks
+from plaingpt.core.blocks import apply_activation_checkpointing
+from plaingpt.core.loss import loss_in_chunks
 
 SMALL = GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32)
 

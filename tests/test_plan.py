@@ -9,10 +9,10 @@ from processes import ROOT
 import plan
 from configurator import load_config
 from model import GPT, GPTConfig
+from plaingpt.core.start import StartingPoint
 from plaingpt.experiments.speed import estimate_step, planned_gpt_config
 from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES
 from plaingpt.system.formatting import duration
-from plaingpt.training.start import StartingPoint
 from plan import PlanConfig
 from train import build
 

@@ -18,10 +18,10 @@ from processes import ROOT, exit_code, fails, fork
 
 import prepare
 from configurator import load_config
+from plaingpt.core.dataset import dataset_folder, open_dataset
+from plaingpt.core.settings import TrainConfig
+from plaingpt.core.start import StartingPoint
 from plaingpt.data.corpora import CORPORA, Corpus, find_packages, find_standard_library
-from plaingpt.data.dataset import dataset_folder, open_dataset
-from plaingpt.training.settings import TrainConfig
-from plaingpt.training.start import StartingPoint
 
 
 def meta_of(folder):

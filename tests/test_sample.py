@@ -5,7 +5,7 @@ from runs import model_of
 
 import sample
 from configurator import load_config
-from plaingpt.training import checkpoint as checkpoints
+from plaingpt.core import checkpoint as checkpoints
 
 
 def text_of(capsys, out_dir, *extra):

@@ -1,5 +1,5 @@
 """The training loop: what a step computes, and when the loop evaluates, saves and ends. What a run
-keeps over an interruption is in tests/training."""
+keeps over an interruption is in tests/core."""
 
 import os
 import re
@@ -16,11 +16,11 @@ from sample_data import write_tasks
 import prepare
 import sample
 import train
+from plaingpt.core import checkpoint as checkpoints
+from plaingpt.core.optimizers import build_optimizer
+from plaingpt.core.schedules import get_lr
+from plaingpt.core.settings import TrainConfig
 from plaingpt.monitoring import observers
-from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training.optimizers import build_optimizer
-from plaingpt.training.schedules import get_lr
-from plaingpt.training.settings import TrainConfig
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from processes import ROOT
 
 import plaingpt
 import train
-from plaingpt import weights
+from plaingpt.core import weights
 
 CODE = (ROOT / 'model.py').read_text(encoding='utf-8')
 
@@ -27,7 +27,7 @@ def fingerprint_of(tmp_path, monkeypatch):
 
 def test_the_fingerprint_of_this_releases_model_is_known():
     assert weights.model_code() == weights.RELEASED_MODEL_CODE, (
-        'model.py has changed: set RELEASED_MODEL_CODE in plaingpt/weights.py to '
+        'model.py has changed: set RELEASED_MODEL_CODE in plaingpt/core/weights.py to '
         f'{weights.model_code()!r}, and look whether the tables of '
         'plaingpt/inference/hf_architectures.py still hold')
 

@@ -48,7 +48,8 @@ from races import (
 
 from configurator import load_config
 from model import GPT, GPTConfig
-from plaingpt.data.dataset import open_dataset
+from plaingpt.core.dataset import open_dataset
+from plaingpt.core.settings import TrainConfig
 from plaingpt.data.tokenizers import ByteTokenizer
 from plaingpt.experiments.runs import train_once
 from plaingpt.inference.generation import CompiledStep, generate, prepare_for_generation
@@ -56,7 +57,6 @@ from plaingpt.inference.hf_export import write_hf
 from plaingpt.system.devices import choose_device, synchronize
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import ROOT, make_writable
-from plaingpt.training.settings import TrainConfig
 
 
 @dataclass

@@ -96,7 +96,7 @@ def tests_of(mutant, coverage, sizes):
         path = Path(test.partition('::')[0])
         names = path.parent.name, path.stem.removeprefix('test_')
         return path.parent.name == Path(file).parent.name or any(
-            name.startswith(Path(file).stem) for name in names)  # train.py: tests/training, too
+            name.startswith(Path(file).stem) for name in names)  # train.py: tests/core, too
 
     related, others = [], []
     for test in sorted(tests, key=sizes.get):

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import NamedTuple
 
-from plaingpt.data.dataset import dataset_folder, open_dataset
+from plaingpt.core.dataset import dataset_folder, open_dataset
 from plaingpt.system.files import ROOT, write_atomically
 
 # nanoGPT's CPU recipe, from "I only have a macbook" in its README

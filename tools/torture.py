@@ -45,13 +45,13 @@ from runs import in_background
 import prepare
 import train
 from configurator import load_config
+from plaingpt.core.checkpoint import checkpoint_paths, find, intact
 from plaingpt.experiments.runs import save_csv
 from plaingpt.monitoring.run_record import read_rows
 from plaingpt.system import distributed
 from plaingpt.system.devices import cpu_name
 from plaingpt.system.errors import run_script
 from plaingpt.system.files import make_writable, sha256_of
-from plaingpt.training.checkpoint import checkpoint_paths, find, intact
 
 
 @dataclass

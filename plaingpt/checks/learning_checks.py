@@ -18,11 +18,11 @@ from plaingpt.checks.model_checks import (
     largest_change,
     random_tokens,
 )
-from plaingpt.parallel.blocks import parameters_on_meta
+from plaingpt.core.blocks import parameters_on_meta
+from plaingpt.core.checkpoint import Saver, open_checkpoint, optimizer_tensors
+from plaingpt.core.evaluation import mean_loss
+from plaingpt.core.optimizers import build_optimizer
 from plaingpt.system.errors import UserError
-from plaingpt.training.checkpoint import Saver, open_checkpoint, optimizer_tensors
-from plaingpt.training.evaluation import mean_loss
-from plaingpt.training.optimizers import build_optimizer
 
 # How far a new model's loss may be from ln(vocab_size) in nats: a constant and a term per channel,
 # as the logits of GPT-2's initialization have variance 0.02² · n_embd, and half of it adds to the

@@ -15,13 +15,13 @@ import torch
 
 from plaingpt.checks import data_checks, learning_checks, model_checks
 from plaingpt.checks.model_checks import NotChecked
-from plaingpt.parallel.blocks import apply_activation_checkpointing
+from plaingpt.core.blocks import apply_activation_checkpointing
+from plaingpt.core.loss import loss_in_chunks
+from plaingpt.core.optimizers import build_optimizer
 from plaingpt.system.devices import eager, exact_matmul
 from plaingpt.system.distributed import all_gather, gloo_group, print0
 from plaingpt.system.errors import UserError, phase
 from plaingpt.system.formatting import count_of, one_line
-from plaingpt.training.loss import loss_in_chunks
-from plaingpt.training.optimizers import build_optimizer
 
 # A check is named after the property that holds; --skip_checks takes these names.
 SETUP_CHECKS = (  # settings, data and weights

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from plaingpt.core.token_files import CONTEXT, CONVERSATION, IN_LOSS, TURN
 from plaingpt.data.conversations import is_in_loss
 from plaingpt.data.foreign_tokenizer import (
     TEMPLATE_FILE,
@@ -44,7 +45,6 @@ PLAIN_TEMPLATES = {  # replace a template that cannot be used; selected by its c
         "message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}"
         "{% endfor %}{% if add_generation_prompt %}"
         "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}")}
-CONTEXT, IN_LOSS, CONVERSATION, TURN = range(4)  # marks of tokens: see mark_conversation
 MARK = '\ufdd0'  # a Unicode noncharacter, reserved for internal use: it is in no text
 USER, ANSWER = {'role': 'user', 'content': MARK}, {'role': 'assistant', 'content': MARK}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plaingpt.data.dataset import (
+from plaingpt.core.dataset import (
     dataset_folder,
     has_token_files,
     open_dataset_spec,

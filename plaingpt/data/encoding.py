@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from plaingpt.data.dataset import MASK_SUFFIX, SPLITS
+from plaingpt.core.dataset import MASK_SUFFIX, SPLITS
 from plaingpt.data.gigatoken import fast_encode
 from plaingpt.data.shards import ShardWriter, write_meta, write_progress
 from plaingpt.data.tokenizers import is_chat

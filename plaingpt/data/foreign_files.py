@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from plaingpt.data.token_files import as_unsigned, open_tokens, sampled_blocks
+from plaingpt.core.token_files import as_unsigned, open_tokens, sampled_blocks
 from plaingpt.data.tokenizers import GPT2Tokenizer
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import command_for, count_of

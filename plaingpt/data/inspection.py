@@ -3,7 +3,7 @@ trusted."""
 
 from itertools import groupby
 
-from plaingpt.data.dataset import SPLITS, open_dataset
+from plaingpt.core.dataset import SPLITS, open_dataset
 from plaingpt.data.overlap import MIN_LINE_CHARS, compare_with_train, describe_share, print_share
 from plaingpt.system.errors import UserError, warn
 from plaingpt.system.formatting import command_for, count_of, printable

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from plaingpt.data.dataset import SPLITS
+from plaingpt.core.dataset import SPLITS
 from plaingpt.system.errors import print_line, progress_bar, warn
 from plaingpt.system.files import write_atomically
 from plaingpt.system.formatting import one_line

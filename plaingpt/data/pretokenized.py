@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from plaingpt.data.dataset import SPLITS, UNFINISHED, open_dataset
+from plaingpt.core.dataset import SPLITS, UNFINISHED, open_dataset
+from plaingpt.core.token_files import check_ids, dtype_name, open_tokens, parse_dtype
 from plaingpt.data.foreign_files import find_token_files, open_foreign
 from plaingpt.data.inspection import print_report
 from plaingpt.data.shards import empty, write_meta
-from plaingpt.data.token_files import check_ids, dtype_name, open_tokens, parse_dtype
 from plaingpt.data.tokenizers import IdsTokenizer
 from plaingpt.system.errors import UserError, progress_bar
 from plaingpt.system.files import locked

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plaingpt.data.chat_tokenizer import IN_LOSS
-from plaingpt.data.dataset import (
+from plaingpt.core.dataset import (
     FORMAT_VERSION,
     MASK_SUFFIX,
     TOKEN_FILES,
@@ -24,9 +23,9 @@ from plaingpt.data.dataset import (
     open_dataset,
     read_meta,
 )
+from plaingpt.core.token_files import IN_LOSS, dtype_name, may_hold_own_ids
 from plaingpt.data.inspection import find_damage, print_report
 from plaingpt.data.overlap import compare_with_train
-from plaingpt.data.token_files import dtype_name, may_hold_own_ids
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import locked, read_json, sha256_of, sync, write_json
 

@@ -8,9 +8,9 @@ from contextlib import closing
 from itertools import chain, zip_longest
 from pathlib import Path
 
+from plaingpt.core.dataset import dataset_folder, open_dataset
 from plaingpt.data import tokenizers
 from plaingpt.data.chat_tokenizer import as_chat
-from plaingpt.data.dataset import dataset_folder, open_dataset
 from plaingpt.data.encoding import utf8_bytes
 from plaingpt.data.foreign_tokenizer import (
     SUPPORTED,

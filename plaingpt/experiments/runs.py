@@ -26,7 +26,11 @@ import torch
 from tqdm import tqdm
 
 from configurator import find_recipe, load_config
-from plaingpt.data.dataset import has_token_files, open_dataset_spec
+from plaingpt.core.checkpoint import checkpoint_paths, checksum
+from plaingpt.core.dataset import has_token_files, open_dataset_spec
+from plaingpt.core.progress import FINISHED, TIME_UP
+from plaingpt.core.settings import INIT_MODES, TrainConfig
+from plaingpt.inference.open_weights import open_weights
 from plaingpt.inference.pretrained import MODEL_FILES, download_model
 from plaingpt.monitoring.references import p_value, t_quantile
 from plaingpt.monitoring.run_folder import archive_previous_run
@@ -42,10 +46,6 @@ from plaingpt.system.files import (
     write_json,
 )
 from plaingpt.system.formatting import count_of
-from plaingpt.training.checkpoint import checkpoint_paths, checksum
-from plaingpt.training.open_weights import open_weights
-from plaingpt.training.progress import FINISHED, TIME_UP
-from plaingpt.training.settings import INIT_MODES, TrainConfig
 
 LISTS = ROOT / 'config' / 'variants'
 # Settings that change where metrics go, but not the metrics.

@@ -7,12 +7,12 @@ from itertools import repeat
 
 import torch
 
+from plaingpt.core.dataset import has_token_files, open_dataset_spec
 from plaingpt.data.corpora import find_dataset_size
-from plaingpt.data.dataset import has_token_files, open_dataset_spec
 from plaingpt.experiments.runs import format_number, markdown
+from plaingpt.inference.open_weights import gpt_config_from_weights
 from plaingpt.system.devices import device_name, mfu, peak_memory_bytes, synchronize
 from plaingpt.system.formatting import gib, short
-from plaingpt.training.open_weights import gpt_config_from_weights
 
 WARMUP_STEPS = 3  # not timed
 MAX_MICRO_BATCH_S = 3.0  # in a plan, longer micro-batches are estimated from one sequence

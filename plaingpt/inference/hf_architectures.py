@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 import torch
 
 from model import VOCAB_WEIGHTS, GPTConfig
-from plaingpt.weights import is_edited
+from plaingpt.core.weights import is_edited
 
 SIZES = ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_embd')
 ANY = None  # any value is allowed

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from model import GPT, VOCAB_WEIGHTS, GPTConfig
+from plaingpt.core.weights import PRETRAINED, check_finite, init_new_tokens
 from plaingpt.data.foreign_tokenizer import (
     TOKENIZER_PATTERNS,
     download,
@@ -24,7 +25,6 @@ from plaingpt.inference.torch_files import find_state_dict, load_torch, read_che
 from plaingpt.system.distributed import local_rows, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import is_hub_name, read_json
-from plaingpt.weights import PRETRAINED, check_finite, init_new_tokens
 
 # Older versions of transformers saved attention masks and rotary frequencies as buffers.
 BUFFERS = re.compile(r'(transformer\.)?h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq')

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from plaingpt.monitoring.health import ActivationRecorder, attention_logits
-from plaingpt.monitoring.run_record import finite, read_rows
+from plaingpt.monitoring.run_record import read_rows
 from plaingpt.system.files import append_line
-from plaingpt.system.formatting import one_line
+from plaingpt.system.formatting import finite, one_line
 
 MAX_SNAPSHOTS = 24
 PASSAGE_TOKENS = 96  # length of the validation passage

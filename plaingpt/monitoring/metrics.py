@@ -13,12 +13,12 @@ import torch
 from tqdm import tqdm
 
 from plaingpt.monitoring.diagnosis import diagnose
-from plaingpt.monitoring.run_record import finite, read_rows
+from plaingpt.monitoring.run_record import read_rows
 from plaingpt.system.devices import device_name, mfu, peak_memory_bytes, synchronize
 from plaingpt.system.distributed import all_reduce_mean, launched_world
 from plaingpt.system.errors import phase, print_line
 from plaingpt.system.files import append_line
-from plaingpt.system.formatting import one_line, short
+from plaingpt.system.formatting import finite, one_line, short
 
 # What the console shows of a step; metrics.jsonl and loss.png have all numbers that are logged.
 COLUMNS = {'loss': 'loss {:.4f}', 'lr': 'lr {:.2e}', 'grad_norm': 'grad {:.2f}'}

@@ -4,14 +4,14 @@ and return numbers and texts to log; the run's weights and random state are left
 import math
 from contextlib import contextmanager
 
+from plaingpt.core.bad_steps import StepCounter
+from plaingpt.core.evaluation import full_model
+from plaingpt.core.optimizers import ema_weights
 from plaingpt.monitoring.health import Health
-from plaingpt.monitoring.samples import Sampler, score_tasks_of
+from plaingpt.monitoring.sampling import Sampler, score_tasks_of
 from plaingpt.system.devices import eager
 from plaingpt.system.distributed import is_sharded, launched_world
 from plaingpt.system.errors import UserError
-from plaingpt.training.bad_steps import StepCounter
-from plaingpt.training.evaluation import full_model
-from plaingpt.training.optimizers import ema_weights
 
 HEALTH_INTERVAL = 100  # iterations between health checks
 MIN_HEALTH_CHECKS = 5  # even in a short run, because a curve needs a few points

@@ -6,18 +6,18 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from plaingpt.core.checkpoint import checkpoint_paths, clean_up, find, iteration_of
+from plaingpt.core.progress import FINISHED, TIME_UP
+from plaingpt.core.settings import NOT_COMPARED
 from plaingpt.data.overlap import write_sketches
 from plaingpt.monitoring.references import find_reference
 from plaingpt.monitoring.run_record import RUN_FILES, TRAINED_ON, describe_run, trim_logs
 from plaingpt.monitoring.run_report import write_report
+from plaingpt.monitoring.trained_on import sketch_texts
 from plaingpt.system.distributed import StopRequest, launched_world, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import make_writable, write_json
 from plaingpt.system.formatting import command_for, quoted
-from plaingpt.training.checkpoint import checkpoint_paths, clean_up, find, iteration_of
-from plaingpt.training.progress import FINISHED, TIME_UP
-from plaingpt.training.settings import NOT_COMPARED
-from plaingpt.training.start import sketch_texts
 
 
 def open_run_folder(run):

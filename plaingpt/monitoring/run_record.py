@@ -5,7 +5,6 @@ micro-batches and processes; unknown values are null.
 """
 
 import json
-import math
 import sys
 from contextlib import suppress
 from dataclasses import asdict
@@ -24,11 +23,6 @@ RUN_FILES = ('metrics.jsonl', 'anomalies.jsonl', 'film.jsonl', 'run.json', 'repo
 
 # Types of the values that are not numbers.
 TYPES = {'sample': str, 'passages': list, 'maps': str, 'maps_shape': list}
-
-
-def finite(x):
-    """x, or None if it is not finite: JSON has neither NaN nor infinity."""
-    return x if x is not None and math.isfinite(x) else None
 
 
 def parse_row(line):

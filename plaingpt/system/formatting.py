@@ -1,5 +1,6 @@
 """Formatting numbers, paths, commands, errors and untrusted text for the console."""
 
+import math
 import os
 import re
 import shlex
@@ -91,3 +92,8 @@ def gib(size):
     if size >= GIB / 10:
         return f'{size / GIB:.2f} GiB'
     return f'{size / 2**20:.1f} MiB'
+
+
+def finite(x):
+    """x, or None if it is not finite: JSON has neither NaN nor infinity."""
+    return x if x is not None and math.isfinite(x) else None

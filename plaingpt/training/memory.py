@@ -22,15 +22,15 @@ import torch
 import torch.nn.functional as F
 
 from model import GPT
-from plaingpt.parallel.blocks import apply_activation_checkpointing
+from plaingpt.core import attention
+from plaingpt.core.attention import use_fast_attention
+from plaingpt.core.blocks import apply_activation_checkpointing
+from plaingpt.core.loss import CHUNK_SIZES, chunk_size, loss_in_chunks
+from plaingpt.core.optimizers import build_optimizer
 from plaingpt.system.devices import DTYPES, autocast, device_memory
 from plaingpt.system.distributed import all_gather, gloo_group, launched_world, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import GIB, command_for, gib
-from plaingpt.training import attention
-from plaingpt.training.attention import use_fast_attention
-from plaingpt.training.loss import CHUNK_SIZES, chunk_size, loss_in_chunks
-from plaingpt.training.optimizers import build_optimizer
 
 CUDA_OVERHEAD = GIB  # an allowance for CUDA's context and fragmentation, not a measurement
 DEPTHS = (2, 4)  # layers; even, to allow for two alternating kinds of layers

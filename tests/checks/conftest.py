@@ -7,10 +7,10 @@ from sample_data import prepare_documents
 import train
 from configurator import load_config
 from plaingpt.checks.preflight import preflight
+from plaingpt.core.settings import TrainConfig
+from plaingpt.core.start import StartingPoint
 from plaingpt.system.distributed import World
 from plaingpt.system.errors import UserError
-from plaingpt.training.settings import TrainConfig
-from plaingpt.training.start import StartingPoint
 
 
 @pytest.fixture
@@ -53,6 +53,6 @@ def fails_with():
 def patch(monkeypatch):
     """patch(owner, name, change): owner.name becomes change(what it was) until the test ends."""
     # a changed F.scaled_dot_product_attention is called in bfloat16 too
-    monkeypatch.setattr('plaingpt.training.attention.MAX_LENGTH', 0)
+    monkeypatch.setattr('plaingpt.core.attention.MAX_LENGTH', 0)
     return lambda owner, name, change: monkeypatch.setattr(
         owner, name, change(getattr(owner, name)))

@@ -10,7 +10,7 @@ from runs import CHECKED, change_batches
 import model
 import train
 from configurator import load_config
-from plaingpt.training.settings import TrainConfig
+from plaingpt.core.settings import TrainConfig
 
 FLAGS = {
     'newer flags': dict(rotary=True, rmsnorm=True, qk_norm=True, mlp='swiglu', tied_head=False,

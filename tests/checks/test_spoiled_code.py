@@ -18,16 +18,16 @@ import model
 import prepare
 import train
 from plaingpt.checks import model_checks
-from plaingpt.data import batches
-from plaingpt.data.batches import BatchLoader
-from plaingpt.system.errors import UserError
-from plaingpt.training import (
+from plaingpt.core import (
     bad_steps,
+    batches,
     checkpoint,
     loss,
     optimizers,
     schedules,
 )
+from plaingpt.core.batches import BatchLoader
+from plaingpt.system.errors import UserError
 
 # What people break is a function of patch(owner, name, change): owner.name becomes
 # change(what it was).

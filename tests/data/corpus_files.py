@@ -7,7 +7,7 @@ import pyarrow.parquet
 from processes import die_before_change, exit_code, fork
 
 import prepare
-from plaingpt.data.dataset import open_dataset
+from plaingpt.core.dataset import open_dataset
 
 
 def write_rows(path, texts, field='text'):

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train
-from plaingpt.data.batches import BatchLoader, key, permute
-from plaingpt.data.token_files import TokenStream, open_tokens
+from plaingpt.core.batches import BatchLoader, key, permute
+from plaingpt.core.token_files import TokenStream, open_tokens
 from plaingpt.system.errors import UserError
 
 

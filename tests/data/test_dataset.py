@@ -13,8 +13,8 @@ from processes import exit_code, fails, fork_job
 
 import prepare
 import train
-from plaingpt.data.batches import BatchLoader
-from plaingpt.data.dataset import open_dataset
+from plaingpt.core.batches import BatchLoader
+from plaingpt.core.dataset import open_dataset
 from plaingpt.system.errors import UserError
 
 

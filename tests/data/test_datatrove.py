@@ -12,7 +12,7 @@ from runs import TINY, lines
 import export
 import prepare
 import train
-from plaingpt.data.dataset import open_dataset
+from plaingpt.core.dataset import open_dataset
 from plaingpt.data.tokenizers import ByteTokenizer
 
 END = ByteTokenizer.end_of_text

@@ -13,7 +13,7 @@ from foreign_models import save_tokenizer
 from processes import fails
 
 import prepare
-from plaingpt.data.dataset import open_dataset
+from plaingpt.core.dataset import open_dataset
 
 TEXTS = [f'document {i} ' + 'of some length ' * (i % 9) for i in range(300)]
 BYTES = '--tokenizer=byte'

@@ -7,8 +7,8 @@ import os
 import pytest
 
 import prepare
+from plaingpt.core.dataset import open_dataset
 from plaingpt.data.corpora import CORPORA, Corpus
-from plaingpt.data.dataset import open_dataset
 from plaingpt.data.documents import find_files
 
 TEXTS = ['a.txt', 'b.md', 'UPPER.TXT', 'code.Py', 'sub/c.txt', 'sub/deep/d.rst', 'with space.txt',

@@ -22,7 +22,7 @@ from corpus_files import (
 )
 
 import prepare
-from plaingpt.data.dataset import open_dataset
+from plaingpt.core.dataset import open_dataset
 from plaingpt.system.formatting import shown
 
 chance = random.Random(0)

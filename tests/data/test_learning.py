@@ -6,8 +6,8 @@ import pytest
 from corpus_files import write_rows
 
 import prepare
+from plaingpt.core.dataset import open_dataset
 from plaingpt.data import tokenizer_choice
-from plaingpt.data.dataset import open_dataset
 from plaingpt.data.documents import Files, HubDataset
 from plaingpt.data.rows import TextReader
 from plaingpt.data.tokenizer_choice import sample, train_bpe, train_tokenizer

@@ -8,10 +8,11 @@ from sample_data import prepare_corpora
 from test_batches import NoTokens
 
 import prepare
-from plaingpt.data.dataset import open_dataset_spec
-from plaingpt.data.mixtures import MixedLoader, apportion
+from plaingpt.core.dataset import open_dataset_spec
+from plaingpt.core.mixtures import MixedLoader, apportion
+from plaingpt.core.start import StartingPoint
+from plaingpt.monitoring.trained_on import sketch_texts
 from plaingpt.system.errors import UserError
-from plaingpt.training.start import StartingPoint, sketch_texts
 
 
 class Mixed(NoTokens):

@@ -14,7 +14,7 @@ import evaluate
 import prepare
 import sample
 import train
-from plaingpt.data.dataset import open_dataset
+from plaingpt.core.dataset import open_dataset
 from plaingpt.data.tokenizers import WordTokenizer, from_json
 from plaingpt.system.errors import UserError
 

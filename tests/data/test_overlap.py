@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_batches import stream
 
 import prepare
-from plaingpt.data.dataset import open_dataset
+from plaingpt.core.dataset import open_dataset
 from plaingpt.data.overlap import (
     SEQUENCE_TOKENS,
     find_overlap,

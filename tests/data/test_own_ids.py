@@ -12,7 +12,7 @@ from runs import lines
 import prepare
 import sample
 import train
-from plaingpt.data.dataset import open_data, open_dataset
+from plaingpt.core.dataset import open_data, open_dataset
 from plaingpt.data.foreign_files import open_foreign
 from plaingpt.data.tokenizers import IdsTokenizer
 from plaingpt.system.distributed import World

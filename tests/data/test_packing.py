@@ -7,7 +7,7 @@ import pytest
 import torch
 from sample_data import CHAT, ask, write_chat
 
-from plaingpt.data.dataset import open_dataset
+from plaingpt.core.dataset import open_dataset
 from plaingpt.data.inspection import find_damage
 from plaingpt.system.errors import UserError
 

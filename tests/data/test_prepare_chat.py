@@ -10,8 +10,8 @@ from processes import ROOT
 from sample_data import ask
 
 import prepare
+from plaingpt.core.dataset import open_dataset, open_dataset_spec
 from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS
-from plaingpt.data.dataset import open_dataset, open_dataset_spec
 from plaingpt.data.inspection import inspect
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of

@@ -10,7 +10,7 @@ from corpus_files import contents, killed, write_rows
 from processes import fails
 
 import prepare
-from plaingpt.data.dataset import open_dataset
+from plaingpt.core.dataset import open_dataset
 from plaingpt.data.inspection import find_damage
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import locked

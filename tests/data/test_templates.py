@@ -10,7 +10,7 @@ from processes import fails
 from sample_data import ask
 
 import prepare
-from plaingpt.data.dataset import open_dataset
+from plaingpt.core.dataset import open_dataset
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of
 

@@ -13,6 +13,7 @@ from runs import TINY, lines
 
 import bench
 from configurator import load_config
+from plaingpt.core.settings import TrainConfig
 from plaingpt.experiments import runs
 from plaingpt.experiments.runs import (
     compare,
@@ -24,7 +25,6 @@ from plaingpt.experiments.runs import (
 )
 from plaingpt.monitoring.references import p_value, t_quantile
 from plaingpt.system.errors import UserError
-from plaingpt.training.settings import TrainConfig
 
 # -----------------------------------------------------------------------------
 # lists of variants
@@ -164,7 +164,7 @@ def test_a_run_that_never_began_does_not_get_the_numbers_of_other_settings(train
 def repeat(trainings, tmp_path, monkeypatch):
     """repeat(*words) → whether the run was trained. The code is that of tmp_path/code, and the
     recipe imports a file of the working directory."""
-    for name in ('train.py', 'model.py', 'configurator.py', 'plaingpt/weights.py'):
+    for name in ('train.py', 'model.py', 'configurator.py', 'plaingpt/core/weights.py'):
         Path('code', name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, Path('code', name))
     monkeypatch.setattr(runs, 'ROOT', tmp_path / 'code')
@@ -222,7 +222,7 @@ def test_a_run_of_the_same_ingredients_is_not_repeated(words, repeat):
     lambda: append('recipe.py'),
     lambda: Path('numbers_of_mine.py').write_text('max_iters = 8888\n'),
     lambda: append('code/model.py'), lambda: append('code/mylayer.py'),
-    lambda: append('code/plaingpt/weights.py'),
+    lambda: append('code/plaingpt/core/weights.py'),
     lambda: replace('weights/model.safetensors', 'wejghts'),
     lambda: replace('weights/config.json', '{"model_type": "gpt2", "n_positions": 2048}'),
     lambda: replace('weights/tokenizer.json', '[]'),

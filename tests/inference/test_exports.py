@@ -19,15 +19,15 @@ import export
 import train
 from configurator import load_config
 from model import GPT, GPTConfig
+from plaingpt.core.settings import TrainConfig
 from plaingpt.data import tokenizers
 from plaingpt.data.tokenizer_choice import make_tokenizer
+from plaingpt.inference import open_weights
 from plaingpt.inference.generation import check_cache, generate
 from plaingpt.inference.gguf_export import write_gguf
 from plaingpt.inference.hf_export import check_export, hf_tokenizer, write_hf
 from plaingpt.inference.pretrained import open_pretrained
 from plaingpt.system.errors import UserError
-from plaingpt.training import open_weights
-from plaingpt.training.settings import TrainConfig
 
 BYTES = tokenizers.ByteTokenizer()
 LLAMA = dict(rotary=True, rmsnorm=True, mlp='swiglu')

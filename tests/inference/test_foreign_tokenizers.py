@@ -11,12 +11,12 @@ from sample_data import ask
 import export
 import prepare
 import sample
+from plaingpt.core.dataset import open_dataset
 from plaingpt.data import tokenizers
 from plaingpt.data.chat_tokenizer import PLAIN_TEMPLATES, as_chat
-from plaingpt.data.dataset import open_dataset
 from plaingpt.data.foreign_tokenizer import read_tokenizer
 from plaingpt.inference.hf_export import hf_tokenizer
-from plaingpt.training.open_weights import ModelChoice, load
+from plaingpt.inference.open_weights import ModelChoice, load
 
 TEXTS = [*STRANGE, ' ' * 5000, 'user\nassistant\n\nsystem']
 CONVERSATIONS = [

@@ -16,11 +16,11 @@ import prepare
 import sample
 import train
 from model import GPT, GPTConfig
-from plaingpt.data.dataset import open_dataset
+from plaingpt.core import checkpoint as checkpoints
+from plaingpt.core.dataset import open_dataset
+from plaingpt.core.weights import PRETRAINED
 from plaingpt.data.tokenizers import vocabulary_of
 from plaingpt.inference.pretrained import open_pretrained
-from plaingpt.training import checkpoint as checkpoints
-from plaingpt.weights import PRETRAINED
 
 SHORT = options(max_iters=1, batch_size=2, gradient_accumulation_steps=1, block_size=32,
                 eval_iters=1, eval_interval=1, device='cpu', dtype='float32', report=False)

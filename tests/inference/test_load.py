@@ -15,10 +15,10 @@ import plaingpt
 import sample
 import train
 from model import GPT
+from plaingpt.core import checkpoint as checkpoints
+from plaingpt.core.weights import PRETRAINED
+from plaingpt.inference.open_weights import ModelChoice, load, open_weights
 from plaingpt.system.errors import UserError
-from plaingpt.training import checkpoint as checkpoints
-from plaingpt.training.open_weights import ModelChoice, load, open_weights
-from plaingpt.weights import PRETRAINED
 
 
 @pytest.fixture(scope='module')

@@ -9,7 +9,7 @@ from sample_data import ask
 
 import prepare
 from model import GPT, GPTConfig
-from plaingpt.data.dataset import open_dataset
+from plaingpt.core.dataset import open_dataset
 from plaingpt.inference.text_generator import Sampling, TextGenerator
 
 ANSWERS = [ask('aaaa', 'Me <|'), ask('bbbb', 'You'), ask('cccc', ' So\n'), ask('dddd', '10'),

@@ -8,9 +8,9 @@ import torch
 from processes import options
 
 import train
+from plaingpt.core.optimizers import build_optimizer
 from plaingpt.monitoring.diagnosis import CHECKS, diagnose
 from plaingpt.monitoring.run_record import read_rows, read_run
-from plaingpt.training.optimizers import build_optimizer
 
 # -----------------------------------------------------------------------------
 # rows of metrics

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from model import GPT, GPTConfig
-from plaingpt.data.batches import BatchLoader
-from plaingpt.data.dataset import open_dataset
+from plaingpt.core.batches import BatchLoader
+from plaingpt.core.dataset import open_dataset
+from plaingpt.core.optimizers import build_optimizer
+from plaingpt.core.settings import TrainConfig
 from plaingpt.monitoring.health import Health, largest_logit
 from plaingpt.system.devices import autocast
-from plaingpt.training.optimizers import build_optimizer
-from plaingpt.training.settings import TrainConfig
 
 CPU = torch.device('cpu')
 

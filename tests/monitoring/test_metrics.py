@@ -9,11 +9,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from plaingpt.core.settings import TrainConfig
 from plaingpt.monitoring.metrics import Metrics
 from plaingpt.monitoring.run_record import read_rows, trim_rows
 from plaingpt.system.devices import mfu
 from plaingpt.system.files import append_line
-from plaingpt.training.settings import TrainConfig
 
 CONFIG = TrainConfig(batch_size=10, block_size=10, gradient_accumulation_steps=1, max_iters=1000,
                      eval_interval=100, log_interval=1)

@@ -11,9 +11,9 @@ import pytest
 from processes import ROOT, exit_code, fails, fork
 
 import train
+from plaingpt.core.checkpoint import find
 from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.formatting import printable
-from plaingpt.training.checkpoint import find
 
 
 def test_each_mistake_is_one_line_before_exit_code_2(capsys):

@@ -1,0 +1,193 @@
+"""Files of token ids, and streams of several files."""
+
+import hashlib
+import os
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from io import FileIO
+from pathlib import Path
+
+import numpy as np
+
+from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import command_for, count_of, quoted
+
+CONTEXT, IN_LOSS, CONVERSATION, TURN = range(4)  # marks in a loss mask: ChatTokenizer
+READ_TOKENS = 2**22  # per read, for whole files
+SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 2**14  # sampled_sha256 reads 64 blocks of 16 KiB
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A file of token ids, open for reading as long as this object exists. If another file is
+    renamed over it, this object still reads the old content."""
+
+    path: Path
+    dtype: np.dtype
+    file: FileIO
+    offset: int  # the byte where the tokens begin
+    tokens: int
+    sha256: str = ''  # of the tokens, from meta.json
+    lock: object = field(default_factory=threading.Lock, repr=False)  # for the file position
+
+    def read_bytes(self, offset, count):
+        """`count` bytes from byte `offset` on. Thread-safe. Raises UserError."""
+        # Not a memory map: its pages would count as memory of this process, more and more as the
+        # run proceeds, and a truncated file would kill the process (SIGBUS).
+        with self.lock:
+            self.file.seek(offset)
+            data = self.file.read(count)
+        if len(data) < count:
+            raise UserError(f'{self.path}: truncated since it was opened; restore the file and '
+                            'resume')
+        return data
+
+    def read(self, start, count):
+        """Tokens [start, start + count), fewer at the end of the file. Raises UserError."""
+        width = self.dtype.itemsize
+        count = min(count, self.tokens - start)
+        return np.frombuffer(self.read_bytes(self.offset + start * width, count * width),
+                             self.dtype)
+
+    def chunks(self):
+        """Yield (index of the first token, tokens) for the whole file in order."""
+        for start in range(0, self.tokens, READ_TOKENS):
+            yield start, self.read(start, READ_TOKENS)
+
+    def checksum(self, vocab_size):
+        """SHA-256 of all tokens. Raises UserError for an id beyond the vocabulary."""
+        digest = hashlib.sha256()
+        for start, ids in self.chunks():
+            check_ids(self.path, ids, start, vocab_size)
+            digest.update(ids)
+        return digest.hexdigest()
+
+    def verify(self, vocab_size):
+        """Read all tokens. Raises UserError for an id beyond the vocabulary or a wrong checksum."""
+        checksum = self.checksum(vocab_size)
+        if self.sha256 and checksum != self.sha256:
+            raise UserError(f'{self.path}: the checksum does not match meta.json: the file is '
+                            f'damaged or was replaced; {how_to_prepare(self.path)}')
+
+    def sampled_sha256(self):
+        """Checksum of the size and of evenly spaced blocks; of all bytes of a small file."""
+        size = self.offset + self.tokens * self.dtype.itemsize
+        offsets, length = sampled_blocks(size)
+        digest = hashlib.sha256(f'{size}\n'.encode())
+        for offset in offsets:
+            digest.update(self.read_bytes(offset, length))
+        return f'sampled:{digest.hexdigest()}'
+
+
+def sampled_blocks(size):
+    """→ (offsets of blocks spread evenly over a file of `size` bytes, their length). For a small
+    file, one block: the whole file."""
+    if size <= SAMPLED_BLOCKS * SAMPLED_BYTES:
+        return [0], size
+    last = size - SAMPLED_BYTES
+    return [last * i // (SAMPLED_BLOCKS - 1) for i in range(SAMPLED_BLOCKS)], SAMPLED_BYTES
+
+
+def check_ids(path, ids, first, vocab_size):
+    """Raises UserError for an id beyond the vocabulary. first: index of the first id in the file"""
+    unsigned = as_unsigned(ids)
+    if unsigned.max(initial=0) >= vocab_size:
+        i = int(np.flatnonzero(unsigned >= vocab_size)[0])
+        raise UserError(f'{path}: token {first + i:,} has id {ids[i]}, but the largest id of the '
+                        f'vocabulary is {vocab_size - 1}: the file is damaged or from another '
+                        f'tokenizer; {how_to_prepare(path)}, or for your own ids set the right '
+                        f'--vocab_size (and in {command_for("prepare")} ids FOLDER their --dtype)')
+
+
+def how_to_prepare(path):
+    """What to do about a token file that is not as prepare.py left it."""
+    folder = path.parent
+    if may_hold_own_ids(folder):
+        return f'run {command_for("prepare")} ids {quoted(folder)} --vocab_size=N again'
+    return 'prepare the data again'
+
+
+def may_hold_own_ids(folder):
+    """Whether a folder's meta.json, even if it is damaged, describes the user's own ids."""
+    with suppress(OSError):
+        return '"kind": "ids"' in (folder / 'meta.json').read_text('utf-8', 'replace')
+    return False
+
+
+def as_unsigned(ids):
+    """The same bytes as unsigned integers: a negative id becomes larger than any vocabulary."""
+    return ids.view(ids.dtype.str.replace('i', 'u'))
+
+
+def parse_dtype(name):
+    """The dtype of a name in meta.json: 'uint16' is little-endian, '>u2' big-endian."""
+    return np.dtype(name) if name.startswith('>') else np.dtype(name).newbyteorder('<')
+
+
+def dtype_name(dtype):
+    """The inverse of parse_dtype."""
+    return dtype.str if dtype.str.startswith('>') else dtype.name
+
+
+def open_tokens(path, dtype, num_tokens=None, sha256='', offset=None):
+    """One file of tokens → TokenFile.
+
+    num_tokens: if known; sha256: of these tokens; offset: of the first token in bytes, where the
+    file may contain more than these tokens. Raises UserError for a missing file or a wrong size.
+    """
+    try:
+        file = open(path, 'rb', buffering=0)
+    except OSError as e:
+        raise UserError(f'{path}: {e.strerror}: restore it, or {how_to_prepare(path)}') from None
+    start = offset or 0
+    in_file = (os.fstat(file.fileno()).st_size - start) / dtype.itemsize
+    if num_tokens is None:
+        num_tokens = int(in_file)
+    if not num_tokens or in_file < num_tokens or (in_file > num_tokens and offset is None):
+        raise UserError(f'{path}: expected {num_tokens or "some"} tokens of '
+                        f'{count_of(dtype.itemsize, "byte")} and found {in_file:,.12g}: the file '
+                        f'is damaged or has another dtype; {how_to_prepare(path)}')
+    return TokenFile(path, dtype, file, start, num_tokens, sha256)
+
+
+class TokenStream:
+    """The token files of a split, read as one stream."""
+
+    loss_mask = None  # for conversations: a stream with 1 for each token that counts in the loss
+
+    def __init__(self, files, vocab_size):
+        self.files = files
+        self.starts = np.cumsum([0] + [file.tokens for file in files])
+        self.vocab_size = vocab_size
+
+    def __len__(self):
+        return int(self.starts[-1])
+
+    def verify(self):
+        """Read all files. Raises UserError for one that is damaged."""
+        for file in self.files:
+            file.verify(self.vocab_size)
+
+    def sequences(self, starts, length):
+        """`length` tokens from each of `starts`: int64 array (len(starts), length).
+        Raises UserError for an id beyond the vocabulary."""
+        out = np.empty((len(starts), length), dtype=np.int64)
+        for row, start in zip(out, starts, strict=True):
+            self._read_into(row, int(start))
+        return out
+
+    def read(self, start, length):
+        """At most `length` tokens from `start` on: int64 array. Raises UserError."""
+        return self.sequences(np.array([start]), min(length, len(self) - start))[0]
+
+    def _read_into(self, out, start):
+        k = int(np.searchsorted(self.starts, start, side='right')) - 1
+        filled = 0
+        while filled < len(out):  # a sequence may continue in the next file
+            index = start + filled - int(self.starts[k])
+            ids = self.files[k].read(index, len(out) - filled)
+            check_ids(self.files[k].path, ids, index, self.vocab_size)
+            out[filled:filled + len(ids)] = ids
+            filled += len(ids)
+            k += 1

@@ -1,0 +1,105 @@
+"""What 1.x wrote a later 1.x reads: tests/data holds a tiny run of 1.0 with its dataset, format_1,
+and one of two processes that shared the model, with Muon and an average of the weights,
+format_1_sharded. Their run.json has their commands. They were written when 1.0 was released, and
+stay as they are: where one of them cannot be read, the change that did it is wrong.
+"""
+
+import shutil
+
+import pytest
+from processes import ROOT, fails, options
+from runs import lines
+
+import sample
+import train
+from plaingpt.core import checkpoint as checkpoints
+
+SAME = options(dataset='./dataset', out_dir='run', init_from='resume', device='cpu',
+               dtype='float32', report=False)
+
+
+@pytest.fixture
+def old(tmp_path, monkeypatch):
+    """A run of 1.0 beside its dataset, in the working directory."""
+    shutil.copytree(ROOT / 'tests/data/format_1', tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def change_state(change):
+    """Let `change` edit the state.json of the checkpoint in run, as its version would have it."""
+    found = checkpoints.find('run')
+    change(found.state)
+    checkpoints.write_state(found.path, found.state)
+
+
+@pytest.fixture(params=['format_1', 'format_1_sharded'])
+def each(request, old):
+    """Each of the runs of 1.0."""
+    shutil.copytree(ROOT / 'tests/data' / request.param, old, dirs_exist_ok=True)
+    return old
+
+
+def test_the_loss_of_a_run_of_1_0_is_what_it_was(each, capsys):
+    expected = lines(each / 'run', 'val_loss')[-1]['val_loss']
+    train.main([*SAME, '--eval_only'])
+    assert f'{expected:.4f}' in capsys.readouterr().out
+
+
+def test_a_run_of_1_0_is_resumed(each):
+    train.main([*SAME, '--max_iters=9'])
+    assert [line['iter'] for line in lines(each / 'run', 'loss')] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert checkpoints.find('run').state['sequences'] == 9 * 8
+
+
+def test_numbers_of_1_0_that_auto_would_give_are_read_as_auto(old, capsys):
+    train.main([*SAME, '--max_iters=9', '--learning_rate=3e-4'])
+    printed = capsys.readouterr().out
+    assert 'changed: lr_decay_iters 6 → 9' in printed
+    assert 'changed: min_lr 6e-05 → 3e-05' in printed
+    config = checkpoints.find('run').settings()
+    assert (config['lr_decay_iters'], config['min_lr']) == ('auto', 'auto')
+
+
+def test_other_numbers_of_1_0_are_read_as_they_are(old, capsys):
+    change_state(lambda state: state['config'].update(lr_decay_iters=5, min_lr=1e-5))
+    train.main([*SAME, '--max_iters=7', '--learning_rate=1e-4'])
+    printed = capsys.readouterr().out
+    assert 'lr_decay_iters' not in printed
+    assert 'min_lr' not in printed
+    config = checkpoints.find('run').settings()
+    assert (config['lr_decay_iters'], config['min_lr']) == (5, 1e-5)
+
+
+def test_a_setting_that_a_checkpoint_does_not_have_is_its_default(old, capsys):
+    change_state(lambda state: [state['config'].pop('film'), state['config'].pop('conv'),
+                                state['model'].pop('conv')])
+    train.main([*SAME, '--max_iters=7'])
+    assert 'conv' not in capsys.readouterr().out  # it did not change
+    assert checkpoints.find('run').state['config']['conv'] == 0
+
+
+@pytest.mark.parametrize('change', [
+    lambda state: state.update(alibi=True), lambda state: state['model'].update(alibi=True),
+    lambda state: state['config'].update(alibi=True), lambda state: state.update(format_version=2)],
+    ids=['state', 'model', 'config', 'format'])
+def test_what_a_newer_version_wrote_is_refused(change, old, capsys, monkeypatch):
+    change_state(change)
+    said = fails(capsys, monkeypatch, train.main, *SAME)
+    assert 'run/checkpoints/iter-00000006' in said
+    assert 'alibi' in said or 'format_version=2' in said
+
+
+@pytest.mark.parametrize('change', [
+    lambda state: state['model'].update(alibi=True), lambda state: state.update(format_version=2)],
+    ids=['model', 'format'])
+def test_sampling_refuses_a_model_that_a_newer_version_wrote(change, old, capsys, monkeypatch):
+    change_state(change)
+    said = fails(capsys, monkeypatch, sample.main, 'run', '--device=cpu')
+    assert 'run/checkpoints/iter-00000006' in said
+
+
+def test_sampling_reads_a_run_that_a_newer_version_trained(old, capsys):
+    change_state(lambda state: [state['config'].update(alibi=True), state.update(alibi=True)])
+    sample.main(['run', '--device=cpu', '--max_new_tokens=5'])
+    assert capsys.readouterr().out

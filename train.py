@@ -207,7 +207,6 @@ def setup(config, start, world, device, device_why):
     print0(f'GPT with {model.num_parameters():,} parameters: '
            f'{count_of(gpt_config.n_layer, "layer")}, {count_of(gpt_config.n_head, "head")}, '
            f'{count_of(gpt_config.n_embd, "channel")}')
-    print0(describe_batches(config, dataset, train_data, val_data))
 
     clock = make_clock(config, start.started_at)
     run = Run(config, start, dataset, train_data, val_data, model, step, clock,
@@ -219,6 +218,7 @@ def setup(config, start, world, device, device_why):
               stop=distributed.StopRequest())
     if start.resumed:
         run.resume(start.checkpoint)
+    print0(describe_batches(config, dataset, train_data, val_data))
     return run
 
 

@@ -27,14 +27,27 @@ def get_lr(it, config, fraction_done=None):
     position = it
     if is_timed:
         position, warmup, end = fraction_done, 0, 1
-    name, _, decay_share = config.lr_schedule.partition(':')
-    options = [float(decay_share)] if decay_share else []
-    coeff = SCHEDULES[name](position, warmup, end, *options)  # from 1 to 0
+    schedule, options = parse_schedule(config.lr_schedule)
+    coeff = schedule(position, warmup, end, *options)  # from 1 to 0
     return config.final_lr() + coeff * (config.learning_rate - config.final_lr())
 
 
-# Each schedule takes the current position and the ends of the warmup and of the schedule. It
-# returns the coefficient of learning_rate: 1 gives learning_rate, 0 gives min_lr.
+def parse_schedule(lr_schedule):
+    """'wsd:0.1' → (the function wsd, [0.1]). Raises ValueError."""
+    name, colon, option = lr_schedule.partition(':')
+    if name not in SCHEDULES:
+        raise ValueError(f'must be {", ".join(SCHEDULES)}')
+    options = [float(option)] if colon else []
+    try:
+        SCHEDULES[name](0, 0, 1, *options)  # it may refuse the option
+    except TypeError:
+        raise ValueError(f'{name} has no option') from None
+    return SCHEDULES[name], options
+
+
+# Each schedule takes the current position and the ends of the warmup and of the schedule, and maybe
+# an option: the number in NAME:NUMBER. It returns the coefficient of learning_rate: 1 gives
+# learning_rate, 0 gives min_lr.
 
 
 def cosine(position, warmup, end):
@@ -50,6 +63,8 @@ def linear(position, warmup, end):
 def wsd(position, warmup, end, decay_share=0.2):
     """Warmup-stable-decay (Hu et al. 2024, section 4): constant, then linear decay over the last
     fifth of the run, or over the last tenth with wsd:0.1."""
+    if not 0 < decay_share <= 1:
+        raise ValueError('wsd:FRACTION is the last part of the run, above 0 and at most 1')
     decay_length = min(decay_share * end, end - warmup) or 1  # not longer than what follows warmup
     return max(0, min(1, (end - position) / decay_length))
 

@@ -13,7 +13,7 @@ from typing import Literal
 from model import GPTConfig
 from plaingpt.core.blocks import CHECKPOINT_MODES
 from plaingpt.core.optimizers import OPTIMIZERS
-from plaingpt.core.schedules import SCHEDULES
+from plaingpt.core.schedules import SCHEDULES, parse_schedule
 from plaingpt.core.weights import PRETRAINED
 from plaingpt.system.distributed import launched_world
 from plaingpt.system.files import is_hub_name
@@ -119,11 +119,10 @@ class TrainConfig(GPTConfig):
                                     f'{", ".join(BACKENDS)}')
         if self.checkpoint not in ('', 'latest', 'best') and not self.checkpoint.isdecimal():
             problems.append(f'checkpoint={self.checkpoint}: must be latest, best or an iteration')
-        if not re.fullmatch('|'.join([*SCHEDULES, r'wsd:(0?\.\d*[1-9]\d*|1(\.0*)?)']),
-                            self.lr_schedule):
-            problems.append(f'lr_schedule={self.lr_schedule}: must be {", ".join(SCHEDULES)}, or '
-                            'wsd:FRACTION, the final fraction of the run that decays, above 0 and '
-                            'at most 1')
+        try:
+            parse_schedule(self.lr_schedule)
+        except ValueError as problem:
+            problems.append(f'lr_schedule={self.lr_schedule}: {problem}')
         if not re.fullmatch(r'((embedding|ngram|head|vector):\d*\.?\d+(e[-+]?\d\d?)?(,|$))*',
                             self.lr_scales):
             problems.append(f'lr_scales={self.lr_scales}: must be kinds of weights with '

@@ -53,7 +53,7 @@ class Run:
                 self.log, RandomState(self.step.device, launched_world().rank))
 
     def saved_state(self):
-        """The JSON of a checkpoint: the settings, the tokenizer and a fingerprint of the tokens, and
+        """The JSON of a checkpoint: the settings, the tokenizer, a fingerprint of the tokens, and
         the state of the parts."""
         state = {'config': asdict(self.config), **self.dataset.state()}
         for part in self.parts():
@@ -61,8 +61,8 @@ class Run:
         return state
 
     def resume(self, checkpoint):
-        """Restore everything except the weights, which train.build() has loaded. Raises UserError if
-        a newer version has saved what this one does not know."""
+        """Restore everything except the weights, which train.build() has loaded. Raises UserError
+        if a newer version has saved what this one does not know."""
         known = {'format_version', 'model', 'model_code', 'chunks', *self.saved_state()}
         refuse_unknown(checkpoint.path, checkpoint.state.keys() - known)
         checkpoint.load_optimizer(self.step.optimizer, self.model)

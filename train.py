@@ -237,7 +237,7 @@ def setup(config, start, world, device, device_why):
     compile, compile_why = devices.choose_compile(config.compile, device)
     print0(f'device {device} ({device_why}) | dtype {dtype} ({dtype_why}) | '
            f'compile {compile} ({compile_why}) | processes {world.size}')
-    config = fit_to_memory(with_gpt_config(config, gpt_config), gpt_config, dtype, device)
+    config = fit_to_memory(build, with_gpt_config(config, gpt_config), gpt_config, dtype, device)
 
     # A batch is a function of the seed and the step; each process reads its share.
     train_data, val_data = open_batches(config, dataset, world, device, start.checkpoint)

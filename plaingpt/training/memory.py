@@ -1,170 +1,166 @@
 """Plan the memory of a training step before it runs, and choose what fits.
 
-The real step runs on fake tensors under torch's memory tracker. In each phase, the memory of each
-category (weights, gradients, …) is linear in the number of layers and in the batch size, so four
-small steps, with two depths and two batch sizes, predict any other. It is at most quadratic in the
-sequence length, so three short lengths predict a long one. A change of the model or the optimizer
-needs no change here, as long as all layers are alike.
+The step is train.py's: its build() makes a model and a Step of fake tensors, which have no data,
+and the Step runs at its real size under torch's memory tracker. So an edit of model.py, of Step or
+of an optimizer is planned like the original. Nothing is compiled; a compiled step takes less.
 """
 
 import gc
 import math
+import os
+import re
 from bisect import bisect
-from collections import Counter
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
-from fractions import Fraction
-from functools import partial
-from itertools import product
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPT
-from plaingpt.parallel.blocks import apply_activation_checkpointing
-from plaingpt.system.devices import DTYPES, autocast, device_memory
+from model import GPT, GPTConfig
+from plaingpt.parallel.blocks import parameters_on_meta
+from plaingpt.system.devices import DTYPES, device_memory
 from plaingpt.system.distributed import all_gather, gloo_group, launched_world, print0
-from plaingpt.system.errors import UserError
-from plaingpt.system.formatting import GIB, command_for, gib
-from plaingpt.training import attention
-from plaingpt.training.attention import use_fast_attention
-from plaingpt.training.loss import CHUNK_SIZES, chunk_size, loss_in_chunks
-from plaingpt.training.optimizers import build_optimizer
+from plaingpt.system.errors import UserError, is_out_of_memory
+from plaingpt.system.formatting import GIB, command_for, gib, one_line
+from plaingpt.training import attention, loss, optimizers
+from plaingpt.training.loss import chunk_size
 
 CUDA_OVERHEAD = GIB  # an allowance for CUDA's context and fragmentation, not a measurement
-DEPTHS = (2, 4)  # layers; even, to allow for two alternating kinds of layers
-LENGTHS = (8, 12, 16)  # sequence lengths, in chunks of the loss; tracing more chunks takes long
 CATEGORIES = {'Parameter': 'weights', 'Buffer': 'weights', 'Gradient': 'gradients',
               'Optstate': 'optimizer'}  # the tracker's names → ours; all others are activations
-MIDDLE = 'backward of a middle block'  # ignored: it takes no more than the first or last block
-TRACES = {}  # cached results of trace()
-
 
 # -----------------------------------------------------------------------------
 # tracing a step
 
 
-def no_op(phase):
-    pass
+@contextmanager
+def single_process():
+    """A context in which build() and Step act as in a run of one process: neither a trace nor a
+    trial may wait for other processes."""
+    with mock.patch.dict(os.environ), mock.patch.object(dist, 'is_initialized', lambda: False):
+        os.environ.pop('RANK', None)
+        yield
 
 
-def one_step(gpt_config, config, dtype, device, *, accumulating, chunk=None, sharded=False,
-             tracker=None, begin=no_op):
-    """Run the last micro-batch of a step, and the update, of a new GPT as in training.
-
-    accumulating: whether gradients of earlier micro-batches exist
-    chunk: tokens whose logits are in memory at once
-    sharded: keep blocks in autocast's dtype, as FSDP2 gathers them
-    tracker: a MemTracker; begin: called with the name of each phase when it begins"""
-    with device:
-        gpt = GPT(gpt_config)
-    gpt.loss_in_chunks = partial(loss_in_chunks, chunk=chunk)
-    use_fast_attention(gpt)
-    apply_activation_checkpointing(gpt, config.activation_checkpointing)
-    if sharded:
-        for module in gpt.transformer.h.modules():
-            for name, p in list(module.named_parameters(recurse=False)):
-                setattr(module, name, torch.nn.Parameter(p.detach().to(DTYPES[dtype])))
-    optimizer = build_optimizer(gpt, config)
-    for p in gpt.parameters():
-        p.grad = torch.zeros_like(p) if p.requires_grad else None
-    optimizer.step()  # the first step creates the optimizer states
-    if not accumulating:
-        optimizer.zero_grad(set_to_none=True)
-    watch_phases(gpt, begin)
-    if tracker:
-        tracker.track_external(gpt, optimizer)
-    # The tracker cannot follow a module that is called once per chunk: hide these calls from it.
-    head_class = type(gpt.lm_head)
-    with tracker or nullcontext(), mock.patch.object(head_class, '__call__', head_class.forward):
-        begin('forward')
-        idx = torch.randint(gpt_config.vocab_size, (config.batch_size, gpt_config.block_size),
-                            device=device)
-        with autocast(device, dtype):
-            loss = gpt(idx, idx.clone())[1]
-        begin('backward of the loss')
-        loss.backward()
-        del loss
-        begin('optimizer')
-        optimizer.step()
-        begin('between steps')
+def token_batches(batch_size, block_size, device):
+    """Yield (idx, targets), each (B, T), forever."""
+    while True:
+        yield torch.zeros((2, batch_size, block_size), dtype=torch.int64, device=device).unbind()
 
 
-def watch_phases(gpt, begin):
-    """Call begin(phase) when the forward pass reaches the loss, and when the backward pass reaches
-    the last block, a middle one, the first one and the embeddings."""
-    def begin_at_gradient(module, phase):
-        def hook(_, inputs, output):
-            if output.requires_grad:
-                output.register_hook(lambda grad: begin(phase))
-        module.register_forward_hook(hook)
+def trace(build, gpt_config, config, dtype, micro_steps, gathered=False):
+    """Trace a step on fake tensors: {phase: {category: bytes at the peak of the phase}}.
 
-    gpt.transformer.ln_f.register_forward_hook(lambda *_: begin('loss'))
-    begin_at_gradient(gpt.transformer.drop, 'backward of the embeddings')
-    blocks = gpt.transformer.h
-    for block in blocks[1:-1]:
-        begin_at_gradient(block, MIDDLE)
-    begin_at_gradient(blocks[0], 'backward of the first block')
-    begin_at_gradient(blocks[-1], 'backward of the last block')
-
-
-def tracker_class():
-    """torch's MemTracker, or None if this torch does not have it there. Importing it takes two
-    seconds, so this is called only if memory may be short."""
-    with suppress(ImportError):
-        from torch.distributed._tools.mem_tracker import MemTracker
-        return MemTracker
-    return None
-
-
-def trace(gpt_config, config, dtype, device_type, **options):
-    """Trace one_step and return {phase: {category: bytes at the peak of the phase}}, cached.
-    options: of one_step"""
-    key = GPT, repr((gpt_config, config, dtype, device_type, options))
-    if key in TRACES:
-        return TRACES[key]
-    MemTracker = tracker_class()
-    if not MemTracker:
-        raise UserError('this version of torch has no torch.distributed._tools.mem_tracker, which '
-                        'memory planning needs')
-    tracker = MemTracker()
-    phases = {}
-    current = None
-
-    def begin(phase):
-        nonlocal current
-        if current:
-            phases[current] = bytes_by_category(tracker.get_tracker_snapshot('peak'))
-        if phase == 'between steps':
-            phases[phase] = bytes_by_category(tracker.get_tracker_snapshot())
-        tracker._peak_mem, tracker._peak_mem_snap = {}, {}  # reset the peak for the new phase
-        current = phase
-
-    kernels = nullcontext() if device_type == 'cpu' else gpu_kernels()
-    with torch.random.fork_rng([]), torch._subclasses.fake_tensor.FakeTensorMode(), kernels:
-        one_step(gpt_config, config, dtype, torch.device('cpu'), tracker=tracker, begin=begin,
-                 **options)
-    TRACES[key] = phases
-    return phases
+    micro_steps: 2 for any gradient accumulation, where each but the first has gradients
+    gathered: matrices in blocks are in autocast's dtype, as FSDP2 gathers them, and their gradients
+        are freed when they are complete; there is no update"""
+    device = torch.device('cpu')
+    fake = torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.random.fork_rng([]), single_process(), fake, new_tracker() as tracker, \
+            mock.patch.object(nn.Module, '_apply', convert_in_place):
+        model, step = build(gpt_config, config, device, dtype)
+        if gathered:
+            for p in model.transformer.h.parameters():
+                p.data = p.data.to(DTYPES[dtype] if p.dim() > 1 else p.dtype)
+        tracker._track_module_params_and_buffers(model)
+        if gathered:
+            for p in model.transformer.h.parameters():
+                p.register_post_accumulate_grad_hook(free_gradient)
+        else:
+            step.micro_steps = 1
+            step.forward_backward(token_batches(1, 1, device))
+            step.update(config.learning_rate)  # creates the optimizer states
+        phases = Phases(tracker, model)
+        step.micro_steps = micro_steps
+        step.forward_backward(token_batches(config.batch_size, gpt_config.block_size, device))
+        if not gathered:
+            phases.begin('optimizer')
+            step.update(config.learning_rate)
+            phases.begin('between steps')
+            phases.add(tracker.get_tracker_snapshot())
+        phases.begin(None)
+    return phases.peaks
 
 
-def bytes_by_category(snapshot):
-    """Sum up a MemTracker snapshot as {category: bytes}."""
-    sizes = dict.fromkeys(('weights', 'gradients', 'optimizer', 'activations'), 0)
-    for device_snapshot in snapshot.values():
-        for kind, size in device_snapshot.items():
-            if kind != 'Total':
-                category = CATEGORIES.get(getattr(kind, 'value', kind), 'activations')
-                sizes[category] += size
-    return sizes
+def free_gradient(p):
+    p.grad = None
+
+
+def new_tracker():
+    """torch's MemTracker, which takes two seconds to import. Its statistics of modules are off: it
+    cannot follow a module that is called twice."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    class Tracker(MemTracker):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.prim.device.default:  # most calls; allocates nothing
+                return func(*args)
+            if func is torch.ops.aten._local_scalar_dense.default:  # item(), of no value here
+                return 0
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    tracker = Tracker()
+    tracker._mod_tracker = mock.MagicMock(is_bw=False)
+    return tracker
+
+
+def convert_in_place(module, fn, recurse=True):
+    """nn.Module._apply, such as of model.to(device), for fake tensors, which torch cannot swap."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = fn(tensor.data)
+    return module
+
+
+class Phases:
+    """Records the peak of each phase of a step: peaks {phase: {category: bytes}}."""
+
+    def __init__(self, tracker, model):
+        self.tracker = tracker
+        self.peaks = {}
+        self.current = None
+        self.watch(model)
+
+    def begin(self, phase):
+        self.add(self.tracker.get_tracker_snapshot('peak'))
+        self.tracker._peak_mem, self.tracker._peak_mem_snap = {}, {}
+        self.current = phase
+
+    def add(self, snapshot):
+        """Keep a MemTracker snapshot if it is the largest of the current phase."""
+        sizes = dict.fromkeys(('weights', 'gradients', 'optimizer', 'activations'), 0)
+        for device_snapshot in snapshot.values():
+            for kind, size in device_snapshot.items():
+                if kind != 'Total':
+                    sizes[CATEGORIES.get(kind.value, 'activations')] += size
+        earlier = self.peaks.get(self.current, {})
+        if self.current and sum(sizes.values()) > sum(earlier.values()):
+            self.peaks[self.current] = sizes
+
+    def watch(self, model):
+        """Begin phases where the passes reach the model, the loss, the blocks and the embeddings.
+        """
+        def begin_at_gradient(module, phase):
+            def hook(_, inputs, output):
+                if output.requires_grad:
+                    output.register_hook(lambda grad: self.begin(phase))
+            module.register_forward_hook(hook)
+
+        model.register_forward_pre_hook(lambda *_: self.begin('forward'))
+        model.transformer.ln_f.register_forward_hook(lambda *_: self.begin('loss'))
+        model.register_forward_hook(lambda *_: self.begin('backward of the loss'))
+        for i, block in enumerate(model.transformer.h):
+            begin_at_gradient(block, f'backward of block {i}')
+        begin_at_gradient(model.transformer.drop, 'backward of the embeddings')
 
 
 @contextmanager
 def gpu_kernels():
     """A context in which CPU operations take as much memory as GPU kernels: attention saves no
-    probabilities, even with dropout; dropout saves a byte mask; RMSNorm is fused. Memory inside
-    kernels, such as cuBLAS's workspace, is not counted."""
+    probabilities, even with dropout; dropout saves a byte mask; RMSNorm is fused; Muon multiplies
+    in bfloat16. Memory inside kernels, such as cuBLAS's workspace, is not counted."""
     sdpa = F.scaled_dot_product_attention
 
     def sdpa_without_dropout(*args, **kwargs):
@@ -177,10 +173,10 @@ def gpu_kernels():
         return torch._fused_rms_norm(*args)[0]
 
     # Not a TorchFunctionMode, which would be off in the backward pass, where layers are recomputed.
-    patched = mock.patch.multiple(F, scaled_dot_product_attention=sdpa_without_dropout,
-                                  dropout=native_dropout, rms_norm=fused_rms_norm)
-    # cpu_attention saves probabilities
-    with patched, mock.patch.object(attention, 'MAX_LENGTH', 0):
+    with mock.patch.multiple(F, scaled_dot_product_attention=sdpa_without_dropout,
+                             dropout=native_dropout, rms_norm=fused_rms_norm), \
+            mock.patch.object(attention, 'MAX_LENGTH', 0), \
+            mock.patch.object(optimizers, 'cpu_has_bfloat16', lambda: True):
         yield
 
 
@@ -199,58 +195,94 @@ class Plan:
         self.peak = self.totals[self.peak_phase]  # compare torch.cuda.max_memory_allocated
         self.total = self.peak + overhead
 
+    def summary(self):
+        """{phase: bytes}, with the largest block for all of them"""
+        totals = {}
+        for phase, total in self.totals.items():
+            name = re.sub(r'block \d+', 'a block', phase)
+            totals[name] = max(total, totals.get(name, 0))
+        return totals
 
-def predict(gpt_config, config, dtype, device_type):
-    """Predict the memory of a step on one process, as a Plan. The TrainConfig's batch_size must be
-    a number. Raises UserError."""
-    world_size = config.world_size()
-    sharded = config.parallel == 'fsdp'
-    accumulating = config.accumulation() > world_size
-    chunk = chunk_size(config.batch_size * gpt_config.block_size, gpt_config.vocab_size,
-                       device_type)
-    # Memory is linear in each dimension, for batches of whole chunks of the loss.
-    chunk_sequences = max(1, math.ceil(chunk / gpt_config.block_size))
-    batch_sizes = (4 * chunk_sequences, 5 * chunk_sequences)
-    depths = interpolation_weights(gpt_config.n_layer, *DEPTHS)
-    lengths = interpolation_weights(gpt_config.block_size, *(chunk * n for n in LENGTHS))
-    batches = interpolation_weights(config.batch_size, *batch_sizes)
 
-    def interpolate(config, batches, **options):
-        phases = {}
-        for n_layer, block_size, batch_size in product(depths, lengths, batches):
-            weight = depths[n_layer] * lengths[block_size] * batches[batch_size]
+@dataclass
+class Planner:
+    """Plans steps of one model. Methods take a TrainConfig; `available` is in bytes per process."""
+
+    build: object  # of train.py
+    gpt_config: GPTConfig
+    dtype: str  # of autocast
+    device_type: str
+    traces: dict = field(default_factory=dict)
+
+    def predict(self, config, batch_size=None):
+        """The Plan of a step of one process. config.batch_size must be a number; batch_size: trace
+        this one instead, with the same chunks of the loss. Raises UserError."""
+        world_size = config.world_size()
+        is_ddp = world_size > 1 and config.parallel != 'fsdp'  # its gradients are never freed
+        micro_steps = 2 if config.accumulation() > world_size or is_ddp else 1
+        chunk = self.chunk_size(config)
+        config_of_trace = replace(config, batch_size=batch_size or config.batch_size)
+
+        def traced(config=config_of_trace, micro_steps=micro_steps, gathered=False):
             # Settings that do not affect memory get a fixed value, so that plans share traces.
-            traced_config = replace(config, batch_size=batch_size, gradient_accumulation_steps=1,
-                                    total_batch_size=0, parallel='auto', seed=0)
-            traced_gpt = replace(gpt_config, n_layer=n_layer, block_size=block_size)
-            traced = trace(traced_gpt, traced_config, dtype, device_type, chunk=chunk, **options)
-            for phase, sizes in traced.items():
-                totals = phases.setdefault(phase, Counter())
-                for category, size in sizes.items():
-                    totals[category] += weight * size
-        phases.pop(MIDDLE, None)
-        return {phase: {category: round(size) for category, size in totals.items()}
-                for phase, totals in phases.items()}
+            config = replace(config, gradient_accumulation_steps=1, total_batch_size=0,
+                             parallel='ddp', seed=0)
+            key = repr((config, micro_steps, gathered, chunk))
+            if key not in self.traces:
+                kernels = nullcontext() if self.device_type == 'cpu' else gpu_kernels()
+                with kernels, mock.patch.object(loss, 'chunk_size', lambda *_: chunk):
+                    self.traces[key] = trace(self.build, self.gpt_config, config, self.dtype,
+                                             micro_steps, gathered)
+            return self.traces[key]
 
-    if sharded:
-        unsharded = interpolate(replace(config, activation_checkpointing='none'), {1: 1},
-                                accumulating=accumulating)
-        gathered = interpolate(config, batches, accumulating=False, sharded=True)
-        phases = shard_phases(unsharded, gathered, gpt_config, config, dtype)
-    else:
-        phases = interpolate(config, batches, accumulating=accumulating)
-    if world_size > 1 and not sharded:  # DDP's gradient buckets are always allocated
-        gradients = phases['optimizer']['gradients']
-        phases = {phase: sizes | {'gradients': gradients} for phase, sizes in phases.items()}
-    return Plan(phases, CUDA_OVERHEAD if device_type == 'cuda' else 0)
+        if config.parallel == 'fsdp':
+            one_sequence = replace(config, batch_size=1, activation_checkpointing='none')
+            phases = shard_phases(traced(one_sequence), traced(micro_steps=1, gathered=True),
+                                  self.gpt_config, config, self.dtype)
+        else:
+            phases = dict(traced())
+            if is_ddp:
+                gradients = phases['optimizer']['gradients']
+                phases['between steps'] = phases['between steps'] | {'gradients': gradients}
+        return Plan(phases, CUDA_OVERHEAD if self.device_type == 'cuda' else 0)
 
+    def chunk_size(self, config):
+        return chunk_size(config.batch_size * self.gpt_config.block_size,
+                          self.gpt_config.vocab_size, self.device_type)
 
-def interpolation_weights(n, *points):
-    """Weights to interpolate a polynomial at n from its values at some points: {point: weight}
-    (Lagrange). If n is one of the points, or below them, its own value is used: {n: 1}."""
-    if n <= points[0] or n in points:
-        return {n: 1}
-    return {p: math.prod(Fraction(n - q, p - q) for q in points if q != p) for p in points}
+    def total(self, config):
+        """The bytes of a step. In each phase, memory is linear in the batch size for batches of
+        whole chunks of the loss: a large batch is on the line through two smaller ones."""
+        sequences = math.ceil(self.chunk_size(config) / self.gpt_config.block_size)
+        low, high = 4 * sequences, 5 * sequences
+        if config.batch_size <= high:
+            return self.predict(config).total
+        plan_low, plan_high = self.predict(config, low), self.predict(config, high)
+        position = (config.batch_size - low) / (high - low)
+        totals = [total + (plan_high.totals[phase] - total) * position
+                  for phase, total in plan_low.totals.items()]
+        return round(max(totals)) + plan_low.overhead
+
+    def largest_batch(self, config, available):
+        """The largest micro-batch size that is planned to fit; 0 if none is."""
+        def total(batch_size):
+            return self.total(replace(config, batch_size=batch_size))
+
+        if total(1) > available:  # saves tracing larger ones
+            return 0
+        sizes = micro_batches(config)
+        return sizes[bisect(sizes, available, key=total) - 1]
+
+    def choose_parallel(self, config, available):
+        """Return 'ddp' if a step fits, else 'fsdp'. All processes must pass the same `available`.
+        With batch_size=auto, the step has micro-batches of 1."""
+        if config.parallel != 'auto':
+            return config.parallel
+        if config.world_size() == 1:
+            return 'ddp'
+        if config.batch_size == 'auto':
+            config = replace(config, batch_size=1)
+        return 'ddp' if self.predict(config).total <= available else 'fsdp'
 
 
 def shard_phases(unsharded, gathered, gpt_config, config, dtype):
@@ -263,23 +295,25 @@ def shard_phases(unsharded, gathered, gpt_config, config, dtype):
 
     unsharded: the phases of a single process, without its activations
     gathered: the phases with blocks in autocast's dtype, for the activations"""
-    with torch.device('meta'):
-        gpt = GPT(replace(gpt_config, n_layer=1))
-    block = 4 * sum(p.numel() for p in gpt.transformer.h.parameters())  # bytes in float32
-    gathered_block = block if dtype == 'float32' else block // 2
+    with parameters_on_meta():
+        gpt = GPT(gpt_config)
+    block_sizes = [4 * sum(p.numel() for p in block.parameters()) for block in gpt.transformer.h]
+    block = max(block_sizes)  # bytes in float32
+    gathered_bytes = 4 if dtype == 'float32' else 2
+    gathered_block = block * gathered_bytes // 4
     weights = unsharded['optimizer']['weights']
-    root = weights - block * gpt_config.n_layer
+    root = weights - sum(block_sizes)
     world_size = config.world_size()
     phases = {}
     for phase, sizes in unsharded.items():
         phases[phase] = {category: size // world_size for category, size in sizes.items()}
-        if phase not in ('optimizer', 'between steps'):
+        if phase in gathered:
             phases[phase]['weights'] += root + 2 * gathered_block
             phases[phase]['activations'] = gathered[phase]['activations']
         if phase.startswith('backward') and phase != 'backward of the loss':
             phases[phase]['gradients'] += root + gathered_block + block
     if config.report or config.eval_tasks:
-        full_model = root + gathered_block * gpt_config.n_layer
+        full_model = root + sum(block_sizes) * gathered_bytes // 4
         phases['health check or sample'] = phases['between steps'] | {
             'weights': weights // world_size + full_model, 'gradients': 0}
     return phases
@@ -293,97 +327,86 @@ def micro_batches(config):
     return sorted({*divisors, *(sequences // n for n in divisors)})
 
 
-def largest_batch(gpt_config, config, dtype, device_type, available):
-    """The largest micro-batch size that is planned to fit into `available` bytes; 0 if none is."""
-    def total(batch_size):
-        plan = predict(gpt_config, replace(config, batch_size=batch_size), dtype, device_type)
-        return plan.total
-
-    if total(1) > available:  # saves tracing larger ones
-        return 0
-    sizes = micro_batches(config)
-    return sizes[bisect(sizes, available, key=total) - 1]
-
-
-def choose_parallel(config, gpt_config, dtype, device_type, available):
-    """Return 'ddp' if a step fits into `available` bytes per process, else 'fsdp'. All processes
-    must pass the same number. With batch_size=auto, the step has micro-batches of 1."""
-    if config.parallel != 'auto':
-        return config.parallel
-    if config.world_size() == 1:
-        return 'ddp'
-    if config.batch_size == 'auto':
-        config = replace(config, batch_size=1)
-    fits = predict(gpt_config, config, dtype, device_type).total <= available
-    return 'ddp' if fits else 'fsdp'
-
-
 # -----------------------------------------------------------------------------
 # choosing what fits
 
 
-def fit_to_memory(config, gpt_config, dtype, device):
+def fit_to_memory(build, config, gpt_config, dtype, device):
     """Resolve parallel=auto and batch_size=auto in the TrainConfig of a run. Raises UserError if a
-    step takes more memory than is free."""
+    step takes more memory than is free. build: of train.py"""
     world = launched_world()
     if config.parallel == 'fsdp' and not world.launched:
         raise UserError('parallel=fsdp needs several processes; launch them with torchrun')
     available = min(all_gather(device_memory(device, world.local_size), gloo_group()))
-    if config.batch_size != 'auto' and config.parallel != 'fsdp' \
-            and 4 * rough_bytes(gpt_config, config.batch_size) < available:
+    with parameters_on_meta():
+        gpt = GPT(gpt_config)
+    shards = 1 if config.parallel == 'ddp' else world.size
+    least = 8 * sum(p.numel() for p in gpt.parameters()) // shards
+    if least > available:
+        refuse(config, f'weights and gradients need {gib(least)}', available)
+    has_choice = config.batch_size == 'auto' or config.parallel == 'fsdp'
+    if not has_choice and most_bytes(gpt, config.batch_size * config.block_size) < available:
         return config
-    return fit_by_plan(config, gpt_config, dtype, device, available)
+    planner = Planner(build, gpt_config, dtype, device.type)
+    try:
+        return fit_by_plan(planner, config, device, available)
+    except Exception as error:  # of a Step or a torch that a plan does not understand
+        if has_choice or isinstance(error, UserError) or is_out_of_memory(error):
+            raise
+        print0(f'warning: the memory of a step was not planned: {one_line(error)}')
+        return config
 
 
-def rough_bytes(gpt_config, batch_size):
-    """A quick estimate of the memory of a step in float32, within a factor of 4."""
-    num_embeddings = 2  # the embedding and the head
-    if gpt_config.value_embeddings:
-        num_embeddings += gpt_config.n_layer
-    rows = num_embeddings * gpt_config.padded_vocab_size + gpt_config.ngram_rows
-    weights = gpt_config.n_embd * (12 * gpt_config.n_layer * gpt_config.n_embd + rows)
-    tokens = batch_size * gpt_config.block_size
-    # a block saves about 16 numbers per token and channel
-    activations = tokens * gpt_config.n_embd * (16 * gpt_config.n_layer + 4)
-    logits = min(tokens, max(CHUNK_SIZES)) * gpt_config.padded_vocab_size
-    return 4 * (activations + logits) + 16 * weights  # a weight has a gradient and two states
+def most_bytes(gpt, tokens):
+    """More bytes than a step takes, to skip the plan of a small model. gpt: on the meta device
+
+    12 numbers per parameter, for Muon's temporary ones; per token, 8 for each row of a matmul in
+    the blocks: its output, its input, their gradients, activation functions, attention; 4 per logit
+    of a chunk."""
+    rows = sum(len(p) for name, p in gpt.named_parameters()
+               if optimizers.parameter_kind(name, p) == 'matrices')
+    logits = min(tokens, max(loss.CHUNK_SIZES)) * gpt.config.padded_vocab_size
+    parameters = sum(p.numel() for p in gpt.parameters())
+    return 4 * (12 * parameters + 8 * rows * tokens + 4 * logits)
 
 
-def fit_by_plan(config, gpt_config, dtype, device, available):
+def refuse(config, need, available):
+    """Raise a UserError, unless the run makes no step."""
+    if not config.eval_only:
+        raise UserError(
+            f'batch_size={config.batch_size}, n_layer={config.n_layer}, n_embd={config.n_embd}: '
+            f'{need}, but only {gib(available)} is free; choose smaller sizes, or run '
+            f'{command_for("plan")} with the same settings to see what fits')
+
+
+def fit_by_plan(planner, config, device, available):
     """Resolve parallel=auto and batch_size=auto in a TrainConfig. available: bytes per process.
 
     Raises UserError if a step does not fit. On CUDA, only weights, gradients and optimizer states
     must fit by plan, because the GPU itself reports if the rest does not."""
-    if not tracker_class() and config.batch_size != 'auto':  # cannot plan
-        return config
     if config.world_size() > 1:
-        parallel = choose_parallel(config, gpt_config, dtype, device.type, available)
-        config = replace(config, parallel=parallel)
+        config = replace(config, parallel=planner.choose_parallel(config, available))
         print0(f'parallel {config.parallel}')
     if config.batch_size == 'auto':
-        config = with_largest_batch(config, gpt_config, dtype, device, available)
-    plan = predict(gpt_config, config, dtype, device.type)
+        return with_largest_batch(planner, config, device, available)
+    plan = planner.predict(config)
     static = plan.totals['optimizer'] - plan.phases['optimizer']['activations']
-    required = static if device.type == 'cuda' else plan.total
-    if required > available and not config.eval_only:
-        raise UserError(
-            f'batch_size={config.batch_size}, n_layer={gpt_config.n_layer}, '
-            f'n_embd={gpt_config.n_embd}: a step needs {gib(plan.total)} ({gib(static)} of it for '
-            f'weights, gradients and optimizer states), but only {gib(available)} is free; choose '
-            f'smaller sizes, or run {command_for("plan")} with the same settings to see what fits')
+    if (static if device.type == 'cuda' else plan.total) > available:
+        refuse(config, f'a step needs {gib(plan.total)} ({gib(static)} of it for weights, '
+                       'gradients and optimizer states)', available)
     return config
 
 
-def with_largest_batch(config, gpt_config, dtype, device, available):
+def with_largest_batch(planner, config, device, available):
     """The TrainConfig with the largest batch_size that is planned to fit, the same on all
     processes. On CUDA, a step is tried, and the size halved while it runs out of memory. Raises
     UserError."""
-    planned = largest_batch(gpt_config, config, dtype, device.type, available)
+    planned = planner.largest_batch(config, available)
     batch_size = min(all_gather(planned, gloo_group()))
     try_step = device.type == 'cuda' and config.parallel != 'fsdp'  # a trial needs the full model
     while batch_size and try_step:
         trial = replace(config, batch_size=batch_size)
-        if all(all_gather(step_fits(gpt_config, trial, dtype, device), gloo_group())):
+        if all(all_gather(step_fits(planner, trial, device), gloo_group())):
             break
         batch_size = max((n for n in micro_batches(config) if n <= batch_size // 2), default=0)
     if not batch_size:
@@ -395,16 +418,23 @@ def with_largest_batch(config, gpt_config, dtype, device, available):
     return config
 
 
-def step_fits(gpt_config, config, dtype, device):
-    """Whether a step runs on this CUDA device. It runs in eager mode, which takes at least as much
+def step_fits(planner, config, device):
+    """Whether steps run on this CUDA device. They run in eager mode, which takes at least as much
     memory as a compiled step."""
+    micro_steps = min(2, config.accumulation() // config.world_size())
     with torch.random.fork_rng([device]):
         try:
-            one_step(gpt_config, config, dtype, device,
-                     accumulating=config.accumulation() > config.world_size())
+            with single_process():
+                _, step = planner.build(planner.gpt_config, config, device, planner.dtype)
+                step.micro_steps = micro_steps
+                for _ in range(2):  # the first creates the optimizer states
+                    step.forward_backward(token_batches(config.batch_size, config.block_size,
+                                                        device))
+                    step.update(config.learning_rate)
             fits = True
         except torch.OutOfMemoryError:
             fits = False
+    step = None
     gc.collect()  # after an error, the graph is part of a reference cycle
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

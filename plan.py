@@ -26,15 +26,15 @@ from plaingpt.core.dataset import (
 from plaingpt.core.progress import make_clock
 from plaingpt.core.settings import TrainConfig
 from plaingpt.core.start import StartingPoint, resolve_minutes
+from plaingpt.experiments.memory import Planner
 from plaingpt.experiments.speed import estimate_step, planned_gpt_config
 from plaingpt.system import devices
 from plaingpt.system.distributed import World
 from plaingpt.system.errors import run_script
 from plaingpt.system.formatting import GIB, count_of, duration, gib, short
-from plaingpt.training import memory
 from train import build, open_batches
 
-COUNTED_DEPTHS = (100, 102)  # the parameters of deeper models are extrapolated from these
+MAX_LAYERS = 1000  # simulating one takes about 0.05 s
 
 
 @dataclass
@@ -58,6 +58,9 @@ class PlanConfig(TrainConfig):
             measured = ', '.join(devices.MEASURED)
             problems.append(f'gpu={self.gpu}: only {measured} has been measured; to plan memory '
                             'for another GPU, set --gpu_memory_gb')
+        if self.n_layer > MAX_LAYERS:
+            problems.append(f'n_layer={self.n_layer}: a plan simulates each layer, and at most '
+                            f'{MAX_LAYERS}')
         return problems
 
     def world_size(self):
@@ -77,22 +80,21 @@ def find_machine(config, gpt_config):
     return device, dtype, devices.device_memory(device, config.processes)
 
 
-def resolve(config, gpt_config, dtype, device_type, available):
+def resolve(planner, config, available):
     """→ the config with parallel=auto and batch_size=auto resolved as in train.py"""
-    parallel = memory.choose_parallel(config, gpt_config, dtype, device_type, available)
-    config = replace(config, parallel=parallel)
+    config = replace(config, parallel=planner.choose_parallel(config, available))
     if config.batch_size != 'auto':
         return config
-    batch_size = memory.largest_batch(gpt_config, config, dtype, device_type, available)
+    batch_size = planner.largest_batch(config, available)
     return replace(config, batch_size=batch_size or 1)
 
 
-def options_that_fit(gpt_config, config, dtype, device_type, available):
+def options_that_fit(planner, config, available):
     """→ options with the largest batch_size that fits at the same tokens per step, or ''. If not
     even 1 fits, adds activation checkpointing, and then up to 1,024 times as many GPUs."""
     candidates = [{}, {'activation_checkpointing': 'selective'},
                   {'activation_checkpointing': 'full'}]
-    if device_type == 'cuda':
+    if planner.device_type == 'cuda':
         for n in range(11):
             candidates.append({'processes': config.processes * 2**n, 'parallel': 'fsdp',
                                'activation_checkpointing': 'full'})
@@ -101,7 +103,7 @@ def options_that_fit(gpt_config, config, dtype, device_type, available):
         sequences = math.ceil(config.step_sequences() / processes) * processes
         step_tokens = sequences * config.block_size
         candidate = replace(config, **options, total_batch_size=step_tokens)
-        n = memory.largest_batch(gpt_config, candidate, dtype, device_type, available)
+        n = planner.largest_batch(candidate, available)
         if n:
             options |= {'batch_size': n, 'gradient_accumulation_steps': sequences // n}
             if config.total_batch_size:
@@ -110,12 +112,12 @@ def options_that_fit(gpt_config, config, dtype, device_type, available):
     return ''
 
 
-def print_memory(gpt_config, config, dtype, device_type, available):
-    """Print the memory of a step → the plan (memory.predict)."""
-    plan = memory.predict(gpt_config, config, dtype, device_type)
+def print_memory(planner, config, available):
+    """Print the memory of a step → its Plan."""
+    plan = planner.predict(config)
     parallel = f', {config.parallel}' if config.processes > 1 else ''
     print(f'memory per process: {config.accumulation() // config.processes} × '
-          f'{config.batch_size} sequences per step, {dtype}{parallel}; peak in '
+          f'{config.batch_size} sequences per step, {planner.dtype}{parallel}; peak in '
           f'"{plan.peak_phase}"')
     for category, size in plan.phases[plan.peak_phase].items():
         print(f'  {gib(size):>12}  {category}')
@@ -123,42 +125,32 @@ def print_memory(gpt_config, config, dtype, device_type, available):
         print(f'  {gib(plan.overhead):>12}  CUDA context and fragmentation (allowance)')
     verdict = 'fits' if plan.total <= available else 'does NOT fit'
     print(f'  {gib(plan.total):>12}  total: {verdict} in {gib(available)}')
-    if device_type == 'cpu':
+    if planner.device_type == 'cpu':
         print('note: on a CPU this counts tensors only; Python and torch add about 0.3 GiB, and '
               'freed blocks that malloc keeps often add half as much again (bench.py measures it)')
     if plan.total > available:
-        options = options_that_fit(gpt_config, config, dtype, device_type, available)
+        options = options_that_fit(planner, config, available)
         if options:
             print('fits with:', options)
         else:
             print('does not fit even with batch_size=1 and activation_checkpointing=full; choose a '
                   'smaller model or block_size')
-    print('by phase: ' + ', '.join(f'{phase} {gib(size)}' for phase, size in plan.totals.items()))
+    print('by phase: ' + ', '.join(f'{phase} {gib(size)}'
+                                   for phase, size in plan.summary().items()))
     totals = []
     for mode in CHECKPOINT_MODES:
         candidate = replace(config, activation_checkpointing=mode)
-        total = memory.predict(gpt_config, candidate, dtype, device_type).total
-        totals.append(f'{mode} {gib(total)}')
+        totals.append(f'{mode} {gib(planner.predict(candidate).total)}')
     print(f'by activation_checkpointing: {", ".join(totals)}')
     return plan
-
-
-def count_model(gpt_config):
-    """→ (parameters, FLOPs per token), extrapolated for a deep model"""
-    parameters = flops_per_token = 0
-    depths = memory.interpolation_weights(gpt_config.n_layer, *COUNTED_DEPTHS)
-    for n_layer, weight in depths.items():
-        with torch.device('meta'):
-            gpt = GPT(replace(gpt_config, n_layer=n_layer))
-        parameters += weight * gpt.num_parameters()
-        flops_per_token += weight * gpt.flops_per_token()
-    return round(parameters), float(flops_per_token)
 
 
 def print_run(gpt_config, config, start, size, step_s):
     """Print the tokens that the run reads, and the time until it ends. size: (training tokens or
     None, their source); step_s: seconds per step as measured here, or None"""
-    parameters, flops_per_token = count_model(gpt_config)
+    with torch.device('meta'):
+        gpt = GPT(gpt_config)
+    parameters, flops_per_token = gpt.num_parameters(), gpt.flops_per_token()
     basis = 'at the step time measured here'
     mfu_by_optimizer, _ = devices.MEASURED.get(config.gpu, ({}, 0))
     mfu = mfu_by_optimizer.get(config.optimizer)
@@ -222,9 +214,10 @@ def main(argv):
     if not tokens:
         source += f': assuming a vocabulary of {gpt_config.vocab_size:,}'
     device, dtype, available = find_machine(config, gpt_config)
-    print('simulating one step on meta tensors …', file=sys.stderr, flush=True)
-    config = resolve(config, gpt_config, dtype, device.type, available)
-    plan = print_memory(gpt_config, config, dtype, device.type, available)
+    print('simulating one step on fake tensors …', file=sys.stderr, flush=True)
+    planner = Planner(build, gpt_config, dtype, device.type)
+    config = resolve(planner, config, available)
+    plan = print_memory(planner, config, available)
     step_s = None
     if not config.gpu_memory_gb and config.processes == 1 and plan.total <= available:
         step_s = estimate_step(build, gpt_config, config, device, dtype)

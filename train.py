@@ -32,6 +32,7 @@ from plaingpt.core.optimizers import build_optimizer, ema_weights, resume_ema
 from plaingpt.core.progress import Progress, make_clock
 from plaingpt.core.settings import TrainConfig
 from plaingpt.core.training_run import Run
+from plaingpt.experiments.memory import fit_to_memory
 from plaingpt.monitoring.metrics import Metrics
 from plaingpt.monitoring.observers import Observers
 from plaingpt.monitoring.run_folder import close_run_folder, open_run_folder
@@ -41,7 +42,6 @@ from plaingpt.system.distributed import launched_world, print0
 from plaingpt.system.errors import phase, run_script
 from plaingpt.system.files import lock_output_dir
 from plaingpt.system.formatting import count_of
-from plaingpt.training.memory import fit_to_memory
 
 # -----------------------------------------------------------------------------
 # the step
@@ -198,7 +198,8 @@ def setup(config, start, world, device, device_why):
     compile, compile_why = devices.choose_compile(config.compile, device)
     print0(f'device {device} ({device_why}) | dtype {dtype} ({dtype_why}) | '
            f'compile {compile} ({compile_why}) | processes {world.size}')
-    config = fit_to_memory(starts.with_gpt_config(config, gpt_config), gpt_config, dtype, device)
+    config = fit_to_memory(build, starts.with_gpt_config(config, gpt_config), gpt_config, dtype,
+                           device)
 
     # A batch is a function of the seed and the step; each process reads its share.
     train_data, val_data = open_batches(config, dataset, world, device)

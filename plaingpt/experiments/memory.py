@@ -1,0 +1,446 @@
+"""Plan the memory of a training step before it runs, and choose what fits.
+
+The step is train.py's: its build() makes a model and a Step of fake tensors, which have no data,
+and the Step runs at its real size under torch's memory tracker. So an edit of model.py, of Step or
+of an optimizer is planned like the original. Nothing is compiled; a compiled step takes less.
+"""
+
+import gc
+import math
+import os
+import re
+from bisect import bisect
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+from model import GPT, GPTConfig
+from plaingpt.core import attention, loss, optimizers
+from plaingpt.core.blocks import parameters_on_meta
+from plaingpt.core.loss import chunk_size
+from plaingpt.system.devices import DTYPES, device_memory
+from plaingpt.system.distributed import all_gather, gloo_group, launched_world, print0
+from plaingpt.system.errors import UserError, is_out_of_memory
+from plaingpt.system.formatting import GIB, command_for, gib, one_line
+
+CUDA_OVERHEAD = GIB  # an allowance for CUDA's context and fragmentation, not a measurement
+MAX_CHUNKS = 64  # of the loss in a trace; larger batches are extrapolated
+CATEGORIES = {'Parameter': 'weights', 'Buffer': 'weights', 'Gradient': 'gradients',
+              'Optstate': 'optimizer'}  # the tracker's names → ours; all others are activations
+
+# -----------------------------------------------------------------------------
+# tracing a step
+
+
+@contextmanager
+def single_process():
+    """A context in which build() and Step act as in a run of one process: neither a trace nor a
+    trial may wait for other processes."""
+    with mock.patch.dict(os.environ), mock.patch.object(dist, 'is_initialized', lambda: False):
+        os.environ.pop('RANK', None)
+        yield
+
+
+def token_batches(batch_size, block_size, device):
+    """Yield (idx, targets), each (B, T), forever."""
+    while True:
+        yield torch.zeros((2, batch_size, block_size), dtype=torch.int64, device=device).unbind()
+
+
+def trace(build, gpt_config, config, dtype, micro_steps, gathered=False):
+    """Trace a step on fake tensors: {phase: {category: bytes at the peak of the phase}}.
+
+    micro_steps: 2 for any gradient accumulation, where each but the first has gradients
+    gathered: matrices in blocks are in autocast's dtype, as FSDP2 gathers them, and their gradients
+        are freed when they are complete; there is no update"""
+    device = torch.device('cpu')
+    fake = torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.random.fork_rng([]), single_process(), fake, new_tracker() as tracker, \
+            mock.patch.object(nn.Module, '_apply', convert_in_place):
+        model, step = build(gpt_config, config, device, dtype)
+        if gathered:
+            for p in model.transformer.h.parameters():
+                p.data = p.data.to(DTYPES[dtype] if p.dim() > 1 else p.dtype)
+        tracker._track_module_params_and_buffers(model)
+        if gathered:
+            for p in model.transformer.h.parameters():
+                p.register_post_accumulate_grad_hook(free_gradient)
+        else:
+            step.micro_steps = 1
+            step.forward_backward(token_batches(1, 1, device))
+            step.update(config.learning_rate)  # creates the optimizer states
+        phases = Phases(tracker, model)
+        step.micro_steps = micro_steps
+        step.forward_backward(token_batches(config.batch_size, gpt_config.block_size, device))
+        if not gathered:
+            phases.begin('optimizer')
+            step.update(config.learning_rate)
+            phases.begin('between steps')
+            phases.add(tracker.get_tracker_snapshot())
+        phases.begin(None)
+    return phases.peaks
+
+
+def free_gradient(p):
+    p.grad = None
+
+
+def new_tracker():
+    """torch's MemTracker, which takes two seconds to import. Its statistics of modules are off: it
+    cannot follow a module that is called twice."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    class Tracker(MemTracker):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.prim.device.default:  # most calls; allocates nothing
+                return func(*args)
+            if func is torch.ops.aten._local_scalar_dense.default:  # item(), of no value here
+                return 0
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    tracker = Tracker()
+    tracker._mod_tracker = mock.MagicMock(is_bw=False)
+    return tracker
+
+
+def convert_in_place(module, fn, recurse=True):
+    """nn.Module._apply, such as of model.to(device), for fake tensors, which torch cannot swap."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = fn(tensor.data)
+    return module
+
+
+class Phases:
+    """Records the peak of each phase of a step: peaks {phase: {category: bytes}}."""
+
+    def __init__(self, tracker, model):
+        self.tracker = tracker
+        self.peaks = {}
+        self.current = None
+        self.watch(model)
+
+    def begin(self, phase):
+        self.add(self.tracker.get_tracker_snapshot('peak'))
+        self.tracker._peak_mem, self.tracker._peak_mem_snap = {}, {}
+        self.current = phase
+
+    def add(self, snapshot):
+        """Keep a MemTracker snapshot if it is the largest of the current phase."""
+        sizes = dict.fromkeys(('weights', 'gradients', 'optimizer', 'activations'), 0)
+        for device_snapshot in snapshot.values():
+            for kind, size in device_snapshot.items():
+                if kind != 'Total':
+                    sizes[CATEGORIES.get(kind.value, 'activations')] += size
+        earlier = self.peaks.get(self.current, {})
+        if self.current and sum(sizes.values()) > sum(earlier.values()):
+            self.peaks[self.current] = sizes
+
+    def watch(self, model):
+        """Begin phases where the passes reach the model, the loss, the blocks and the embeddings.
+        """
+        def begin_at_gradient(module, phase):
+            def hook(_, inputs, output):
+                if output.requires_grad:
+                    output.register_hook(lambda grad: self.begin(phase))
+            module.register_forward_hook(hook)
+
+        model.register_forward_pre_hook(lambda *_: self.begin('forward'))
+        model.transformer.ln_f.register_forward_hook(lambda *_: self.begin('loss'))
+        model.register_forward_hook(lambda *_: self.begin('backward of the loss'))
+        for i, block in enumerate(model.transformer.h):
+            begin_at_gradient(block, f'backward of block {i}')
+        begin_at_gradient(model.transformer.drop, 'backward of the embeddings')
+
+
+@contextmanager
+def gpu_kernels():
+    """A context in which CPU operations take as much memory as GPU kernels: attention saves no
+    probabilities, even with dropout; dropout saves a byte mask; RMSNorm is fused; Muon multiplies
+    in bfloat16. Memory inside kernels, such as cuBLAS's workspace, is not counted."""
+    sdpa = F.scaled_dot_product_attention
+
+    def sdpa_without_dropout(*args, **kwargs):
+        return sdpa(*args, **{**kwargs, 'dropout_p': 0.0})
+
+    def native_dropout(x, p, training, inplace):
+        return torch.native_dropout(x, p, True)[0] if p and training else x
+
+    def fused_rms_norm(*args):
+        return torch._fused_rms_norm(*args)[0]
+
+    # Not a TorchFunctionMode, which would be off in the backward pass, where layers are recomputed.
+    with mock.patch.multiple(F, scaled_dot_product_attention=sdpa_without_dropout,
+                             dropout=native_dropout, rms_norm=fused_rms_norm), \
+            mock.patch.object(attention, 'MAX_LENGTH', 0), \
+            mock.patch.object(optimizers, 'cpu_has_bfloat16', lambda: True):
+        yield
+
+
+# -----------------------------------------------------------------------------
+# the plan
+
+
+class Plan:
+    """The memory of a step. phases: {phase: {category: bytes}}; overhead: bytes"""
+
+    def __init__(self, phases, overhead):
+        self.phases = phases
+        self.overhead = overhead
+        self.totals = {phase: sum(sizes.values()) for phase, sizes in phases.items()}
+        self.peak_phase = max(self.totals, key=self.totals.get)
+        self.peak = self.totals[self.peak_phase]  # compare torch.cuda.max_memory_allocated
+        self.total = self.peak + overhead
+
+    def summary(self):
+        """{phase: bytes}, with the largest block for all of them"""
+        totals = {}
+        for phase, total in self.totals.items():
+            name = re.sub(r'block \d+', 'a block', phase)
+            totals[name] = max(total, totals.get(name, 0))
+        return totals
+
+
+@dataclass
+class Planner:
+    """Plans steps of one model. Methods take a TrainConfig; `available` is in bytes per process."""
+
+    build: object  # of train.py
+    gpt_config: GPTConfig
+    dtype: str  # of autocast
+    device_type: str
+    traces: dict = field(default_factory=dict)
+
+    def predict(self, config, max_chunks=MAX_CHUNKS):
+        """The Plan of a step of one process; config.batch_size must be a number. In each phase,
+        memory is linear in the batch size for batches of whole chunks of the loss: a batch of more
+        than max_chunks is on the line through batches of 4 and 5. Raises UserError."""
+        sequences = math.ceil(self.chunk_size(config) / self.gpt_config.block_size)
+        low, high = 4 * sequences, 5 * sequences
+        if config.batch_size <= max(high, max_chunks * sequences):
+            phases = self.phases(config, config.batch_size)
+        else:
+            position = (config.batch_size - low) / (high - low)
+            phases, phases_high = self.phases(config, low), self.phases(config, high)
+            for phase, sizes in phases.items():
+                phases[phase] = {
+                    category: round(size + (phases_high[phase][category] - size) * position)
+                    for category, size in sizes.items()}
+        return Plan(phases, CUDA_OVERHEAD if self.device_type == 'cuda' else 0)
+
+    def phases(self, config, batch_size):
+        """{phase: {category: bytes}} of a step with another batch size, but with the chunks of the
+        loss that config.batch_size has."""
+        world_size = config.world_size()
+        is_ddp = world_size > 1 and config.parallel != 'fsdp'  # its gradients are never freed
+        micro_steps = 2 if config.accumulation() > world_size or is_ddp else 1
+        chunk = self.chunk_size(config)
+        config = replace(config, batch_size=batch_size)
+        if config.parallel == 'fsdp':
+            one_sequence = replace(config, batch_size=1, activation_checkpointing='none')
+            return shard_phases(self.trace(one_sequence, chunk, micro_steps),
+                                self.trace(config, chunk, micro_steps=1, gathered=True),
+                                self.gpt_config, config, self.dtype)
+        phases = dict(self.trace(config, chunk, micro_steps))
+        if is_ddp:
+            gradients = phases['optimizer']['gradients']
+            phases['between steps'] = phases['between steps'] | {'gradients': gradients}
+        return phases
+
+    def trace(self, config, chunk, micro_steps, gathered=False):
+        """trace(), cached. chunk: tokens per chunk of the loss"""
+        # Settings that do not affect memory get a fixed value, so that plans share traces.
+        config = replace(config, gradient_accumulation_steps=1, total_batch_size=0, parallel='ddp',
+                         seed=0)
+        key = repr((config, micro_steps, gathered, chunk))
+        if key not in self.traces:
+            kernels = nullcontext() if self.device_type == 'cpu' else gpu_kernels()
+            with kernels, mock.patch.object(loss, 'chunk_size', lambda *_: chunk):
+                self.traces[key] = trace(self.build, self.gpt_config, config, self.dtype,
+                                         micro_steps, gathered)
+        return self.traces[key]
+
+    def chunk_size(self, config):
+        return chunk_size(config.batch_size * self.gpt_config.block_size,
+                          self.gpt_config.vocab_size, self.device_type)
+
+    def largest_batch(self, config, available):
+        """The largest micro-batch size that is planned to fit; 0 if none is."""
+        def total(batch_size):
+            return self.predict(replace(config, batch_size=batch_size), max_chunks=5).total
+
+        if total(1) > available:  # saves tracing larger ones
+            return 0
+        sizes = micro_batches(config)
+        return sizes[bisect(sizes, available, key=total) - 1]
+
+    def choose_parallel(self, config, available):
+        """Return 'ddp' if a step fits, else 'fsdp'. All processes must pass the same `available`.
+        With batch_size=auto, the step has micro-batches of 1."""
+        if config.parallel != 'auto':
+            return config.parallel
+        if config.world_size() == 1:
+            return 'ddp'
+        if config.batch_size == 'auto':
+            config = replace(config, batch_size=1)
+        return 'ddp' if self.predict(config).total <= available else 'fsdp'
+
+
+def shard_phases(unsharded, gathered, gpt_config, config, dtype):
+    """Compute the phases of a step under FSDP2 (Zhao et al. 2023, "PyTorch FSDP").
+
+    A process stores its shard of weights, gradients and optimizer states. Parameters outside the
+    blocks stay gathered in float32 until the backward pass ends. Two blocks are gathered in
+    autocast's dtype: the current one and the prefetched next one. The backward pass also has the
+    current block's gradient in that dtype, and the previous block's in float32, being reduced.
+
+    unsharded: the phases of a single process, without its activations
+    gathered: the phases with blocks in autocast's dtype, for the activations"""
+    with parameters_on_meta():
+        gpt = GPT(gpt_config)
+    block_sizes = [4 * sum(p.numel() for p in block.parameters()) for block in gpt.transformer.h]
+    block = max(block_sizes)  # bytes in float32
+    gathered_bytes = 4 if dtype == 'float32' else 2
+    gathered_block = block * gathered_bytes // 4
+    weights = unsharded['optimizer']['weights']
+    root = weights - sum(block_sizes)
+    world_size = config.world_size()
+    phases = {}
+    for phase, sizes in unsharded.items():
+        phases[phase] = {category: size // world_size for category, size in sizes.items()}
+        if phase in gathered:
+            phases[phase]['weights'] += root + 2 * gathered_block
+            phases[phase]['activations'] = gathered[phase]['activations']
+        if phase.startswith('backward') and phase != 'backward of the loss':
+            phases[phase]['gradients'] += root + gathered_block + block
+    if config.report or config.eval_tasks:
+        full_model = root + sum(block_sizes) * gathered_bytes // 4
+        phases['health check or sample'] = phases['between steps'] | {
+            'weights': weights // world_size + full_model, 'gradients': 0}
+    return phases
+
+
+def micro_batches(config):
+    """The micro-batch sizes that divide a process's sequences per step, in ascending order."""
+    sequences = config.total_batch_size // (config.block_size * config.world_size())
+    limit = min(math.isqrt(sequences), 2**20)  # finds all divisors of up to 2**40 sequences
+    divisors = [n for n in range(1, limit + 1) if sequences % n == 0]
+    return sorted({*divisors, *(sequences // n for n in divisors)})
+
+
+# -----------------------------------------------------------------------------
+# choosing what fits
+
+
+def fit_to_memory(build, config, gpt_config, dtype, device):
+    """Resolve parallel=auto and batch_size=auto in the TrainConfig of a run. Raises UserError if a
+    step takes more memory than is free. build: of train.py"""
+    world = launched_world()
+    if config.parallel == 'fsdp' and not world.launched:
+        raise UserError('parallel=fsdp needs several processes; launch them with torchrun')
+    available = min(all_gather(device_memory(device, world.local_size), gloo_group()))
+    with parameters_on_meta():
+        gpt = GPT(gpt_config)
+    shards = 1 if config.parallel == 'ddp' else world.size
+    least = 8 * sum(p.numel() for p in gpt.parameters()) // shards
+    if least > available:
+        refuse(config, f'weights and gradients need {gib(least)}', available)
+    has_choice = config.batch_size == 'auto' or config.parallel == 'fsdp'
+    if not has_choice and most_bytes(gpt, config.batch_size * config.block_size) < available:
+        return config
+    planner = Planner(build, gpt_config, dtype, device.type)
+    try:
+        return fit_by_plan(planner, config, device, available)
+    except Exception as error:  # of a Step or a torch that a plan does not understand
+        if has_choice or isinstance(error, UserError) or is_out_of_memory(error):
+            raise
+        print0(f'warning: the memory of a step was not planned: {one_line(error)}')
+        return config
+
+
+def most_bytes(gpt, tokens):
+    """More bytes than a step takes, to skip the plan of a small model. gpt: on the meta device
+
+    12 numbers per parameter, for Muon's temporary ones; per token, 8 for each row of a matmul in
+    the blocks: its output, its input, their gradients, activation functions, attention; 4 per logit
+    of a chunk."""
+    rows = sum(len(p) for name, p in gpt.named_parameters()
+               if optimizers.parameter_kind(name, p) == 'matrices')
+    logits = min(tokens, max(loss.CHUNK_SIZES)) * gpt.config.padded_vocab_size
+    parameters = sum(p.numel() for p in gpt.parameters())
+    return 4 * (12 * parameters + 8 * rows * tokens + 4 * logits)
+
+
+def refuse(config, need, available):
+    """Raise a UserError, unless the run makes no step."""
+    if not config.eval_only:
+        raise UserError(
+            f'batch_size={config.batch_size}, n_layer={config.n_layer}, n_embd={config.n_embd}: '
+            f'{need}, but only {gib(available)} is free; choose smaller sizes, or run '
+            f'{command_for("plan")} with the same settings to see what fits')
+
+
+def fit_by_plan(planner, config, device, available):
+    """Resolve parallel=auto and batch_size=auto in a TrainConfig. available: bytes per process.
+
+    Raises UserError if a step does not fit. On CUDA, only weights, gradients and optimizer states
+    must fit by plan, because the GPU itself reports if the rest does not."""
+    if config.world_size() > 1:
+        config = replace(config, parallel=planner.choose_parallel(config, available))
+        print0(f'parallel {config.parallel}')
+    if config.batch_size == 'auto':
+        return with_largest_batch(planner, config, device, available)
+    plan = planner.predict(config)
+    static = plan.totals['optimizer'] - plan.phases['optimizer']['activations']
+    if (static if device.type == 'cuda' else plan.total) > available:
+        refuse(config, f'a step needs {gib(plan.total)} ({gib(static)} of it for weights, '
+                       'gradients and optimizer states)', available)
+    return config
+
+
+def with_largest_batch(planner, config, device, available):
+    """The TrainConfig with the largest batch_size that is planned to fit, the same on all
+    processes. On CUDA, a step is tried, and the size halved while it runs out of memory. Raises
+    UserError."""
+    planned = planner.largest_batch(config, available)
+    batch_size = min(all_gather(planned, gloo_group()))
+    try_step = device.type == 'cuda' and config.parallel != 'fsdp'  # a trial needs the full model
+    while batch_size and try_step:
+        trial = replace(config, batch_size=batch_size)
+        if all(all_gather(step_fits(planner, trial, device), gloo_group())):
+            break
+        batch_size = max((n for n in micro_batches(config) if n <= batch_size // 2), default=0)
+    if not batch_size:
+        raise UserError(f'batch_size=auto: a micro-batch of 1 does not fit in {gib(available)} on '
+                        f'{device}; choose a smaller model or --activation_checkpointing=full')
+    config = replace(config, batch_size=batch_size)
+    print0(f'batch_size {batch_size} (the largest that fits in {gib(available)}) | gradient '
+           f'accumulation {config.accumulation()}')
+    return config
+
+
+def step_fits(planner, config, device):
+    """Whether steps run on this CUDA device. They run in eager mode, which takes at least as much
+    memory as a compiled step."""
+    micro_steps = min(2, config.accumulation() // config.world_size())
+    with torch.random.fork_rng([device]):
+        try:
+            with single_process():
+                _, step = planner.build(planner.gpt_config, config, device, planner.dtype)
+                step.micro_steps = micro_steps
+                for _ in range(2):  # the first creates the optimizer states
+                    step.forward_backward(token_batches(config.batch_size, config.block_size,
+                                                        device))
+                    step.update(config.learning_rate)
+            fits = True
+        except torch.OutOfMemoryError:
+            fits = False
+    step = None
+    gc.collect()  # after an error, the graph is part of a reference cycle
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return fits

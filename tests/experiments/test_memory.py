@@ -114,7 +114,8 @@ def test_a_large_batch_is_on_the_line_through_two_smaller_ones():
                              ('cpu', replace(UNTIED, n_layer=2), 24)):
         planner = Planner(train.build, shape, 'bfloat16', device)
         config = settings(shape, n, activation_checkpointing='selective')
-        assert planner.predict(config, max_chunks=5).total == pytest.approx(planner.predict(config).total, rel=1e-3)
+        line = planner.predict(config, max_chunks=5)
+        assert line.total == pytest.approx(planner.predict(config).total, rel=1e-3)
         assert len(planner.traces) == 3
 
 
@@ -164,7 +165,7 @@ def test_a_sharded_step_is_planned_close_to_what_fsdp2_takes(
     finally:
         dist.destroy_process_group()
     # On a GPU collectives overlap with the work, so a block more is there; a CPU waits for them.
-    assert 0.98 * counted.peak <= plan.peak < 1.12 * counted.peak
+    assert 0.92 * counted.peak <= plan.peak < 1.12 * counted.peak
 
 
 @pytest.mark.parametrize(('batch', 'smallest'), [

@@ -32,7 +32,7 @@ from plaingpt.core.optimizers import build_optimizer, ema_weights, resume_ema
 from plaingpt.core.progress import Progress, make_clock
 from plaingpt.core.settings import TrainConfig
 from plaingpt.core.training_run import Run
-from plaingpt.experiments.memory import fit_to_memory
+from plaingpt.experiments.fitting import fit_to_memory
 from plaingpt.monitoring.metrics import Metrics
 from plaingpt.monitoring.observers import Observers
 from plaingpt.monitoring.run_folder import close_run_folder, open_run_folder

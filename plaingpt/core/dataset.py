@@ -213,9 +213,10 @@ def dataset_folder(name):
 
 def holds_tokens(folder):
     """Whether a folder has token files or a meta.json."""
+    if (folder / 'meta.json').exists() or any(folder.glob('*.bin')):
+        return True
     from plaingpt.data.foreign_files import find_token_files
-    return (folder / 'meta.json').exists() or any(folder.glob('*.bin')) \
-        or any(find_token_files(folder, split) for split in SPLITS)
+    return any(find_token_files(folder, split) for split in SPLITS)
 
 
 def open_dataset(folder, vocab_size=0):

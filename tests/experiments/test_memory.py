@@ -18,7 +18,7 @@ from plaingpt.checks import preflight
 from plaingpt.core import checkpoint as checkpoints
 from plaingpt.core import evaluation
 from plaingpt.core.blocks import parameters_on_meta
-from plaingpt.experiments import memory
+from plaingpt.experiments import fitting
 from plaingpt.experiments.memory import Planner
 from plaingpt.monitoring.health import Health
 from plaingpt.system.formatting import GIB
@@ -200,7 +200,7 @@ def test_no_plan_is_made_only_where_a_step_certainly_fits():
                 (settings(shape, 8, 2), 'bfloat16', 'cpu'),
                 (settings(shape, 1, optimizer='normuon', average_decay=0.9), 'float32', 'cpu')]:
             plan = predict(shape, config, dtype, device)
-            assert plan.peak < memory.most_bytes(gpt, config.batch_size * shape.block_size), shape
+            assert plan.peak < fitting.most_bytes(gpt, config.batch_size * shape.block_size), shape
 
 
 def test_a_step_that_cannot_be_planned_trains(tiny, capsys, monkeypatch, free):
@@ -218,7 +218,7 @@ def test_a_step_that_cannot_be_planned_trains(tiny, capsys, monkeypatch, free):
 @pytest.fixture
 def free(monkeypatch):
     """free(bytes): so many are free from now on."""
-    return lambda size: monkeypatch.setattr(memory, 'device_memory', lambda *_: size)
+    return lambda size: monkeypatch.setattr(fitting, 'device_memory', lambda *_: size)
 
 
 TINY = GPTConfig(16, 93, 2, 2, 32, bias=False)

@@ -1,0 +1,128 @@
+"""Choose what fits into memory: parallel=auto, batch_size=auto, or a refusal before the run."""
+
+import gc
+from dataclasses import replace
+
+import torch
+
+from model import GPT
+from plaingpt.core import loss
+from plaingpt.core.blocks import parameters_on_meta
+from plaingpt.core.optimizers import parameter_kind
+from plaingpt.system.devices import device_memory
+from plaingpt.system.distributed import all_gather, gloo_group, launched_world, print0
+from plaingpt.system.errors import UserError, is_out_of_memory
+from plaingpt.system.formatting import command_for, gib, one_line
+
+
+def fit_to_memory(build, config, gpt_config, dtype, device):
+    """Resolve parallel=auto and batch_size=auto in the TrainConfig of a run. Raises UserError if a
+    step takes more memory than is free. build: of train.py"""
+    world = launched_world()
+    if config.parallel == 'fsdp' and not world.launched:
+        raise UserError('parallel=fsdp needs several processes; launch them with torchrun')
+    available = min(all_gather(device_memory(device, world.local_size), gloo_group()))
+    with parameters_on_meta():
+        gpt = GPT(gpt_config)
+    shards = 1 if config.parallel == 'ddp' else world.size
+    least = 8 * sum(p.numel() for p in gpt.parameters()) // shards
+    if least > available:
+        refuse(config, f'weights and gradients need {gib(least)}', available)
+    has_choice = config.batch_size == 'auto' or config.parallel == 'fsdp'
+    if not has_choice and most_bytes(gpt, config.batch_size * config.block_size) < available:
+        return config
+    from plaingpt.experiments.memory import Planner  # planning imports more than a small run needs
+    planner = Planner(build, gpt_config, dtype, device.type)
+    try:
+        return fit_by_plan(planner, config, device, available)
+    except Exception as error:  # of a Step or a torch that a plan does not understand
+        if has_choice or isinstance(error, UserError) or is_out_of_memory(error):
+            raise
+        print0(f'warning: the memory of a step was not planned: {one_line(error)}')
+        return config
+
+
+def most_bytes(gpt, tokens):
+    """More bytes than a step takes, to skip the plan of a small model. gpt: on the meta device
+
+    12 numbers per parameter, for Muon's temporary ones; per token, 8 for each row of a matmul in
+    the blocks: its output, its input, their gradients, activation functions, attention; 4 per logit
+    of a chunk."""
+    rows = sum(len(p) for name, p in gpt.named_parameters()
+               if parameter_kind(name, p) == 'matrices')
+    logits = min(tokens, max(loss.CHUNK_SIZES)) * gpt.config.padded_vocab_size
+    parameters = sum(p.numel() for p in gpt.parameters())
+    return 4 * (12 * parameters + 8 * rows * tokens + 4 * logits)
+
+
+def refuse(config, need, available):
+    """Raise a UserError, unless the run makes no step."""
+    if not config.eval_only:
+        raise UserError(
+            f'batch_size={config.batch_size}, n_layer={config.n_layer}, n_embd={config.n_embd}: '
+            f'{need}, but only {gib(available)} is free; choose smaller sizes, or run '
+            f'{command_for("plan")} with the same settings to see what fits')
+
+
+def fit_by_plan(planner, config, device, available):
+    """Resolve parallel=auto and batch_size=auto in a TrainConfig. available: bytes per process.
+
+    Raises UserError if a step does not fit. On CUDA, only weights, gradients and optimizer states
+    must fit by plan, because the GPU itself reports if the rest does not."""
+    if config.world_size() > 1:
+        config = replace(config, parallel=planner.choose_parallel(config, available))
+        print0(f'parallel {config.parallel}')
+    if config.batch_size == 'auto':
+        return with_largest_batch(planner, config, device, available)
+    plan = planner.predict(config)
+    static = plan.totals['optimizer'] - plan.phases['optimizer']['activations']
+    if (static if device.type == 'cuda' else plan.total) > available:
+        refuse(config, f'a step needs {gib(plan.total)} ({gib(static)} of it for weights, '
+                       'gradients and optimizer states)', available)
+    return config
+
+
+def with_largest_batch(planner, config, device, available):
+    """The TrainConfig with the largest batch_size that is planned to fit, the same on all
+    processes. On CUDA, a step is tried, and the size halved while it runs out of memory. Raises
+    UserError."""
+    from plaingpt.experiments.memory import micro_batches
+    planned = planner.largest_batch(config, available)
+    batch_size = min(all_gather(planned, gloo_group()))
+    try_step = device.type == 'cuda' and config.parallel != 'fsdp'  # a trial needs the full model
+    while batch_size and try_step:
+        trial = replace(config, batch_size=batch_size)
+        if all(all_gather(step_fits(planner, trial, device), gloo_group())):
+            break
+        batch_size = max((n for n in micro_batches(config) if n <= batch_size // 2), default=0)
+    if not batch_size:
+        raise UserError(f'batch_size=auto: a micro-batch of 1 does not fit in {gib(available)} on '
+                        f'{device}; choose a smaller model or --activation_checkpointing=full')
+    config = replace(config, batch_size=batch_size)
+    print0(f'batch_size {batch_size} (the largest that fits in {gib(available)}) | gradient '
+           f'accumulation {config.accumulation()}')
+    return config
+
+
+def step_fits(planner, config, device):
+    """Whether steps run on this CUDA device. They run in eager mode, which takes at least as much
+    memory as a compiled step."""
+    from plaingpt.experiments.memory import single_process, token_batches
+    micro_steps = min(2, config.accumulation() // config.world_size())
+    with torch.random.fork_rng([device]):
+        try:
+            with single_process():
+                _, step = planner.build(planner.gpt_config, config, device, planner.dtype)
+                step.micro_steps = micro_steps
+                for _ in range(2):  # the first creates the optimizer states
+                    step.forward_backward(token_batches(config.batch_size, config.block_size,
+                                                        device))
+                    step.update(config.learning_rate)
+            fits = True
+        except torch.OutOfMemoryError:
+            fits = False
+    step = None
+    gc.collect()  # after an error, the graph is part of a reference cycle
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return fits

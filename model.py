@@ -1,11 +1,15 @@
 """GPT-2 in one file, with PyTorch as its only dependency: configuration, layers, forward, generate.
 
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; details that the paper
-leaves out follow the released code, https://github.com/openai/gpt-2. Parameter names are nanoGPT's.
-Flags of GPTConfig enable newer components; the defaults give GPT-2.
+leaves out follow the released code, https://github.com/openai/gpt-2.
+Flags of GPTConfig enable newer components; the defaults give GPT-2. docs/hacking.md shows common
+changes as diffs.
 
 Shapes: B = batch size, T = sequence length, C = n_embd, H = n_head (query heads), KV = key/value
 heads (H unless n_kv_head is set), D = channels per head, V = vocab_size.
+
+Names are GPT-2's: wte and wpe are the token and position embeddings, h the blocks, ln_f the final
+norm; c_attn projects to Q, K and V, c_fc into the MLP, and c_proj back from each.
 """
 
 import math
@@ -122,7 +126,11 @@ class GPTConfig:
 
 class LayerNorm(nn.LayerNorm):
     def forward(self, x):  # (…, C); CUDA's autocast computes it in float32
-        return super().forward(x).to(x.dtype)
+        weight, bias = self.weight, self.bias
+        if weight.dtype != torch.float32:  # FSDP gathers it in autocast's dtype
+            weight = weight.to(x.dtype)
+            bias = None if bias is None else bias.to(x.dtype)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps).to(x.dtype)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -172,12 +180,12 @@ class Documents(NamedTuple):
     mask: torch.Tensor  # (B, 1, T, T): True where a token (row) attends to another (column)
 
 
-def find_documents(idx, bos_id):
+def find_documents(idx, start_id):
     """idx (B, T), id of the token that starts each document → Documents."""
     columns = torch.arange(idx.size(1), device=idx.device)  # (T,)
     # the column where each token's document starts; 0 if it started in an earlier sequence
-    # B: bos_id, x: another token; B x x B x → starts 0 0 0 3 3
-    starts = torch.where(idx == bos_id, columns, 0).cummax(dim=1).values  # (B, T)
+    # S: start_id, x: another token; S x x S x → starts 0 0 0 3 3
+    starts = torch.where(idx == start_id, columns, 0).cummax(dim=1).values  # (B, T)
     visible = (columns <= columns[:, None]) & (columns >= starts[..., None])  # (B, T, T)
     return Documents(columns - starts, visible[:, None])
 
@@ -199,13 +207,13 @@ class NgramEmbedding(nn.Module):
             self.modulus = 2**math.ceil(math.log2(config.ngram_rows))
 
     def forward(self, idx, documents=None, cache=None):
-        """idx (B, T) → (B, T, C). documents, cache: as in attention; positions before the start of
-        the text or the document count as token 0."""
+        """idx (B, T) → (B, T, C). cache: a KVCache; tokens before the start of the text or of the
+        document count as token 0."""
         n, T = self.n, idx.size(1)
         if cache is None:
             padded = F.pad(idx, (n - 1, 0))  # (B, n - 1 + T)
         else:
-            padded = cache.tokens.prepend_earlier(idx[..., None], n - 1)[..., 0]
+            padded = cache.tokens.prepend_earlier(idx[..., None], n - 1)[..., 0]  # (B, n - 1 + T)
         hashes = torch.zeros_like(idx)
         for k in reversed(range(n)):
             earlier = padded[:, n - 1 - k:n - 1 - k + T]  # (B, T): the token k positions back
@@ -229,7 +237,7 @@ class CausalSelfAttention(nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)
         self.q_norm = norm(config, config.head_size) if config.qk_norm else nn.Identity()
         self.k_norm = norm(config, config.head_size) if config.qk_norm else nn.Identity()
-        self.sdpa = F.scaled_dot_product_attention  # train.py sets a faster one
+        self.sdpa = F.scaled_dot_product_attention  # train.py replaces just this by a faster one
         self.value_embedding = None
         if config.value_embeddings:
             self.value_embedding = nn.Embedding(config.padded_vocab_size, self.qkv_sizes[2])
@@ -237,6 +245,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, idx, rotary=None, documents=None, cache=None):
         """x (B, T, C), hidden states of the tokens idx (B, T) → (B, T, C).
 
+        idx: for the value embedding
         rotary: cos and sin at the positions of these tokens
         documents: attend within each of them only
         cache: one layer of a KVCache, with the keys and values of earlier tokens"""
@@ -254,8 +263,8 @@ class CausalSelfAttention(nn.Module):
         mask = None if documents is None else documents.mask
         if cache is not None:
             k, v, mask = cache.extend(k, v)  # keys and values of all tokens so far
-        # y = softmax(q kᵀ / √D) v, where each token attends to itself and to earlier tokens. With a
-        # cache and no mask, all keys are earlier ones.
+        # y = softmax(q kᵀ / √D) v, where each token attends to itself and to earlier tokens. With
+        # a cache there are no documents, and no mask for a single new token: it attends to all.
         is_causal = mask is None and cache is None
         y = self.sdpa(q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0,
                       is_causal=is_causal, enable_gqa=k.size(1) < self.n_head)  # (B, H, T, D)
@@ -322,9 +331,6 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The names are GPT-2's: wte and wpe are the token and position embeddings, h the blocks, ln_f
-    the final norm; c_attn projects to Q, K and V, c_fc into the MLP, and c_proj back from each."""
-
     def __init__(self, config):
         super().__init__()
         assert not config.conflicts(), config.conflicts()
@@ -345,33 +351,34 @@ class GPT(nn.Module):
             cos, sin = rotary_table(config)  # 2 × (block_size, D)
             self.register_buffer('cos', cos, persistent=False)
             self.register_buffer('sin', sin, persistent=False)
-        self.loss_in_chunks = None  # train.py sets it, to compute loss() with less memory
+        self.loss_in_chunks = None  # or f(model, x, targets): loss() in less memory (train.py)
         self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
-        """Initialize matrices from N(0, 0.02²), as in GPT-2, norms to 1 and biases to 0. Parameters
-        of any other module keep the values that they were created with."""
-        # These are added to other terms: zero-init makes each a no-op at first.
-        zeros = ('conv', 'value_embedding', 'ngram')
+        """Initialize matrices from N(0, 0.02²), as in nanoGPT, norms to 1 and biases to 0. Modules
+        called conv, value_embedding or ngram start at zero, and c_proj with a smaller std.
+        Parameters of any other module keep the values that they were created with."""
+        zeros = {'conv', 'value_embedding', 'ngram'}  # added to other terms: no-ops at first
         if self.config.zero_init:
-            zeros += ('c_proj', 'lm_head')
-        for name, module in self.named_modules():
+            zeros |= {'c_proj', 'lm_head'}
+        for path, module in self.named_modules():
+            name = path.rpartition('.')[2]  # 'transformer.h.0.mlp.c_proj' → 'c_proj'
             if isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 module.reset_parameters()  # weight 1, bias 0
             elif isinstance(module, nn.Linear | nn.Embedding | ShortConv | NgramEmbedding):
                 if name == 'lm_head' and self.config.tied_head:
                     continue  # it has been initialized as wte
                 std = 0.02
-                if name.endswith('c_proj'):  # 2L branches: their variances add (GPT-2, §2.3)
+                if name == 'c_proj':  # the variances of 2L branches add up (GPT-2, §2.3)
                     std = 0.02 / math.sqrt(2 * self.config.n_layer)
-                if name.endswith(zeros):
+                if name in zeros:
                     nn.init.zeros_(module.weight)
                 else:
                     nn.init.normal_(module.weight, std=std)
                 if getattr(module, 'bias', None) is not None:
                     nn.init.zeros_(module.bias)
-                if f'{name}.weight'.endswith(VOCAB_WEIGHTS):
+                if f'{name}.weight' in VOCAB_WEIGHTS:
                     module.weight[self.config.vocab_size:] = 0.0  # padding
 
     def forward(self, idx, targets=None):
@@ -382,11 +389,13 @@ class GPT(nn.Module):
         x = self.hidden(idx)  # (B, T, C)
         if targets is None:
             return self.logits(x), None
-        count = (targets != -1).sum().clamp(min=1)
-        if self.loss_in_chunks is not None:
-            return None, self.loss_in_chunks(self, x, targets) / count
-        logits = self.logits(x)  # (B, T, V)
-        return logits, self.loss(logits, targets) / count
+        if self.loss_in_chunks is None:
+            logits = self.logits(x)  # (B, T, V)
+            loss = self.loss(logits, targets)
+        else:
+            logits, loss = None, self.loss_in_chunks(self, x, targets)
+        loss = loss / (targets != -1).sum().clamp(min=1)
+        return logits, loss  # add other terms of the training loss here
 
     def loss(self, logits, targets):
         """logits (…, V), targets (…) → the cross-entropy in nats, summed over the targets that are
@@ -397,7 +406,7 @@ class GPT(nn.Module):
 
     def hidden(self, idx, cache=None):
         """idx (B, T) → the final hidden states (B, T, C), which are the input of the head. cache: a
-        KVCache (plaingpt/inference/generation.py) of earlier tokens, to which these are added."""
+        KVCache of earlier tokens, after its advance(T) (plaingpt/inference/generation.py)."""
         block_size = self.config.block_size
         assert idx.size(1) <= block_size, f'{idx.size(1)} tokens exceed block_size={block_size}'
         positions = torch.arange(idx.size(1), device=idx.device)  # (T,)
@@ -420,7 +429,7 @@ class GPT(nn.Module):
         x = self.transformer.drop(x)
         device = x.device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
-            x = x.bfloat16()  # the residual stream in half the memory; float16 could overflow
+            x = x.bfloat16()  # the residual stream too: half the memory; float16 could overflow
         for block, layer_cache in zip(self.transformer.h, layer_caches, strict=True):
             x = block(x, idx, rotary, documents, layer_cache)  # (B, T, C)
         return self.transformer.ln_f(x)
@@ -445,7 +454,7 @@ class GPT(nn.Module):
         in a matmul, plus 12·L·H·D·T for attention. Embedding lookups are not matmuls."""
         c = self.config
         embeddings = ('wpe.weight', 'value_embedding.weight', 'ngram.weight')
-        if not c.tied_head:
+        if not c.tied_head:  # a tied wte is the matrix of the head
             embeddings += ('wte.weight',)
         return 6 * self.num_parameters(embeddings) + 12 * c.n_layer * c.qkv_sizes[0] * c.block_size
 

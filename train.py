@@ -4,8 +4,8 @@
     python train.py config/gpt2_124m.py --batch_size=8
     torchrun --nproc_per_node=8 train.py config/gpt2_124m.py
 
-Without a config file, this trains GPT-2 124M on OpenWebText. Settings are documented in
-plaingpt/core/settings.py and by: python train.py --help
+Without a config file, this trains GPT-2 124M without biases on OpenWebText. Settings are documented
+in plaingpt/core/settings.py and by: python train.py --help. docs/hacking.md shows common changes.
 """
 
 import math
@@ -20,17 +20,18 @@ from torch.nn.utils import clip_grad_norm_
 from configurator import load_config, options_of
 from model import GPT
 from plaingpt.checks.preflight import preflight
-from plaingpt.core import start as starts
 from plaingpt.core.attention import use_fast_attention
 from plaingpt.core.bad_steps import BadSteps, SkippedSteps
-from plaingpt.core.blocks import apply_activation_checkpointing, compile_blocks
+from plaingpt.core.blocks import apply_activation_checkpointing, compile_blocks, parameters_on_meta
 from plaingpt.core.checkpoint import KEEP_NEWEST, Saver
 from plaingpt.core.dataset import describe_batches, open_data
 from plaingpt.core.evaluation import evaluate, val_bytes_per_token
 from plaingpt.core.loss import compute_loss_in_chunks
 from plaingpt.core.optimizers import build_optimizer, ema_weights, resume_ema
 from plaingpt.core.progress import Progress, make_clock
+from plaingpt.core.schedules import get_lr
 from plaingpt.core.settings import TrainConfig
+from plaingpt.core.start import StartingPoint, check_resumable, resolve_gpt_config, resolve_minutes
 from plaingpt.core.training_run import Run
 from plaingpt.experiments.fitting import fit_to_memory
 from plaingpt.monitoring.metrics import Metrics
@@ -49,14 +50,15 @@ from plaingpt.system.formatting import count_of
 
 @dataclass
 class Step:
-    """A training step: the gradients of micro-batches, then an update of the weights. A step whose
-    loss or gradient is not finite changes nothing (BadSteps)."""
+    """Takes training steps: the gradients of micro-batches, then an update of the weights. A step
+    whose loss or gradient is not finite leaves weights and optimizer as they are (BadSteps).
+    plan.py runs this class as well, on tensors without data."""
 
     model: torch.nn.Module  # a GPT, perhaps compiled, and in DDP or FSDP
     optimizer: torch.optim.Optimizer
     device: torch.device
     dtype: str  # of autocast
-    compile: bool | str  # True, False or 'blocks'
+    compile: bool | str  # of the model: True, False or 'blocks'
     grad_clip: float  # maximum gradient norm; 0: no clipping
     micro_steps: int  # micro-batches per step on this process
 
@@ -67,20 +69,20 @@ class Step:
         self.loss = None  # of the last forward_backward
 
     def forward_backward(self, batches):
-        """Accumulate the gradients of the micro-batches. Return this process's mean loss, on the
-        device.
+        """Accumulate the gradients of the micro-batches. Return the loss, on the device; its mean
+        over the processes is the mean over the step's targets.
 
-        batches: yields (idx, targets), and each micro-batch then counts 1 / micro_steps. If some
-        tokens are masked, it yields (idx, targets, weight): weight is the micro-batch's share of
-        the step's unmasked tokens on all processes, times the number of processes, which cancels
-        the average over processes."""
+        batches: yields (idx, targets), and each micro-batch then counts 1 / micro_steps; or
+        (idx, targets, weight) if some targets are -1. weight = the targets in this micro-batch /
+        those in the step on all processes × processes, since DDP and FSDP average over these."""
         self.loss = 0.0
         for micro_step in range(self.micro_steps):
             idx, targets, *weight = next(batches)
-            is_last = micro_step == self.micro_steps - 1
+            is_last_micro_step = micro_step == self.micro_steps - 1
             # DDP averages gradients only after the last micro-batch. FSDP must do it after each
             # one, because a process stores only its shard of the gradient.
-            skip_sync = isinstance(self.model, DistributedDataParallel) and not is_last
+            skip_sync = isinstance(self.model, DistributedDataParallel) \
+                and not is_last_micro_step
             with self.model.no_sync() if skip_sync else nullcontext():
                 with self.autocast:
                     _, loss = self.model(idx, targets)
@@ -99,15 +101,15 @@ class Step:
         max_norm = self.grad_clip or math.inf  # infinity: only measure the norm
         grad_norm = distributed.full_tensor(clip_grad_norm_(self.model.parameters(), max_norm))
         skip_step = self.bad_steps.must_skip(self.loss, grad_norm)  # 1.0 or 0.0, on the device
-        # Not scaler.step(): it checks only gradients, and would update the weights after a bad
-        # loss. The flag is torch's, for optimizers that skip the step themselves if found_inf is 1.
+        # Not scaler.step(): it would update the weights after a bad loss. A fused optimizer skips
+        # the step itself if found_inf is 1; for any other, the host waits for the device here.
         if getattr(optimizer, '_step_supports_amp_scaling', False):
             optimizer.found_inf = skip_step
             optimizer.step()
-        elif not skip_step:  # for other optimizers, the host waits for the device
+        elif not skip_step:
             optimizer.step()
         else:
-            self.bad_steps.uncalled += 1
+            self.bad_steps.without_call += 1  # StepCounter counts calls of optimizer.step()
         self.scaler.update()
         # DDP's gradients are views of its buckets; setting them to None would reallocate them.
         is_ddp = isinstance(self.model, DistributedDataParallel)
@@ -115,7 +117,7 @@ class Step:
         return grad_norm
 
     def state_dict(self):
-        """What a checkpoint stores besides the tensors of the model and the optimizer."""
+        """The step's share of a checkpoint, as JSON; Run.parts() lists the other objects."""
         return {'dtype': self.dtype, 'scaler': self.scaler.state_dict(),
                 'averaged_steps': self.optimizer.averaged_steps}
 
@@ -128,15 +130,17 @@ class Step:
 def build(gpt_config, config, device, dtype, compile=False, weights=None):
     """Make a GPT that is ready to train, with its step → (GPT, Step).
 
-    dtype: of autocast; compile: True, False or 'blocks'; weights: see open_weights(), or None for
-    initial ones. Checkpoints save the GPT; Step.model is the same, compiled and in DDP or FSDP."""
+    dtype: of autocast; compile: True, False or 'blocks'; weights: a Checkpoint, a pretrained model,
+    or None for initial ones. Checkpoints save the GPT; Step.model is the same GPT, compiled and in
+    DDP or FSDP."""
     world = launched_world()
     use_fsdp = config.parallel == 'fsdp'
     if use_fsdp:
         from plaingpt.core import sharding
-    with sharding.parameters_on_meta() if use_fsdp else nullcontext():
+    # on meta, parameters have shapes but no memory: no process holds the whole model
+    with parameters_on_meta() if use_fsdp else nullcontext():
         model = GPT(gpt_config)
-    use_fast_attention(model)  # the same attention, faster on a CPU
+    use_fast_attention(model)  # the same attention, faster on a CPU or with a mask
     compute_loss_in_chunks(model, compile)  # the same loss in less memory
     apply_activation_checkpointing(model, config.activation_checkpointing)
     compile_by_block = compile and (use_fsdp or compile == 'blocks')
@@ -156,7 +160,7 @@ def build(gpt_config, config, device, dtype, compile=False, weights=None):
     if world.size > 1 and not use_fsdp:
         wrapped_model = replicate(wrapped_model, device)
     step = Step(wrapped_model, build_optimizer(model, config), device, dtype, compile,
-                config.grad_clip, micro_steps=config.accumulation() // world.size)
+                config.grad_clip, config.micro_steps())
     return model, step
 
 
@@ -165,7 +169,8 @@ def replicate(model, device):
     gradients are averaged over processes."""
     device_ids = [device.index] if device.type == 'cuda' else None
     ddp = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-    ddp.broadcast_buffers = False  # the rotary tables are constants, equal on all ranks
+    # From now on: buffers are constants (rotary tables). Others would be neither synced nor saved.
+    ddp.broadcast_buffers = False
     return ddp
 
 
@@ -176,8 +181,9 @@ def replicate(model, device):
 @phase('setup')
 def setup(config, start, world, device, device_why):
     """Build a Run from the settings and the starting point. Raises UserError."""
-    # Every rank uses rank 0's settings and checkpoint, because a config file may benchmark the
-    # machine. Each rank has its own seed, so that dropout masks differ.
+    # Every rank uses rank 0's settings and checkpoint: a config file is code, which may choose
+    # sizes by timing the machine. Each rank has its own seed, so that dropout masks differ; random
+    # numbers in Step.update() would have to be the same on all ranks.
     devices.prepare_device(device)
     group = distributed.gloo_group()
     config = distributed.all_gather(config, group)[0]
@@ -190,16 +196,15 @@ def setup(config, start, world, device, device_why):
     # The architecture comes from the checkpoint, the pretrained weights or the settings.
     dataset = open_data(config, world)
     if start.resumed:
-        starts.check_resumable(start.weights, config, dataset)
-    gpt_config = starts.resolve_gpt_config(config, dataset, start)
+        check_resumable(start.weights, config, dataset)
+    config, gpt_config = resolve_gpt_config(config, dataset, start)
 
-    # Precision and torch.compile; then, if auto, DDP or FSDP and batch_size from the free memory.
+    # Choose the precision, torch.compile, and, by planning a step, DDP or FSDP and batch_size.
     dtype, dtype_why = devices.choose_dtype(config.dtype, device, gpt_config.n_embd, training=True)
     compile, compile_why = devices.choose_compile(config.compile, device)
     print0(f'device {device} ({device_why}) | dtype {dtype} ({dtype_why}) | '
            f'compile {compile} ({compile_why}) | processes {world.size}')
-    config = fit_to_memory(build, starts.with_gpt_config(config, gpt_config), gpt_config, dtype,
-                           device)
+    config = fit_to_memory(build, config, gpt_config, dtype, device)
 
     # A batch is a function of the seed and the step; each process reads its share.
     train_data, val_data = open_batches(config, dataset, world, device)
@@ -224,9 +229,9 @@ def setup(config, start, world, device, device_why):
 
 
 def open_batches(config, dataset, world, device):
-    """Return the loaders of the training and the validation split."""
+    """Return the training and the validation loader."""
     options = dict(rank=world.rank, world_size=world.size, device=device, seed=config.seed,
-                   micro_steps=config.accumulation() // world.size)
+                   micro_steps=config.micro_steps())
     overfit_steps = 1 if config.check == 'overfit' else 0  # the first step's sequences only
     train_data = dataset.loader('train', config.block_size, config.batch_size,
                                 overfit_steps=overfit_steps, **options)
@@ -254,17 +259,17 @@ def train(run, observers):
                     evaluate_and_log(run, observers, is_last)
             reason = run.reason_to_stop(is_last)
             if reason or run.save_is_due():
-                run.save()
-                reason = reason or run.skipped.gave_up  # save() updates it
+                run.save()  # first reports bad steps, which may end the run
+                reason = reason or run.skipped.gave_up
             if reason:
                 run.saver.wait()
                 return reason
 
             # step
-            lr = clock.get_lr(progress.iter_num, fraction_done)  # core/schedules.py
+            lr = get_lr(progress.iter_num, config, fraction_done)  # core/schedules.py
             loss = step.forward_backward(batches)
-            progress.updating = True
-            with observers.around_update(progress.iter_num + 1):
+            progress.updating = True  # after an error now, half-updated weights are not saved
+            with observers.around_update(progress.iter_num + 1):  # a health check measures it
                 grad_norm = step.update(lr)  # clip the gradient, then optimizer.step()
             progress.iter_num += 1
             progress.updating = False
@@ -292,24 +297,27 @@ def evaluate_and_log(run, observers, is_last):
     except distributed.Stopped:
         return
     is_best = progress.record_evaluation(losses['val_loss'], losses['val_stderr'])
-    # the initial loss is one to beat, but is not called the best: there is no checkpoint of it
+    # iteration 0 has a loss to beat, but is not logged as the best: it has no checkpoint
     run.log.evaluation(progress.iter_num, **losses, best=is_best and progress.iter_num > 0,
                        sample=sample)
     run.log.benchmarks(progress.iter_num, scores)
 
 
 def main(argv):
-    start = starts.StartingPoint()  # what init_from names: scratch, resume, gpt2, a folder, …
+    start = StartingPoint()
+    # start.read opens what init_from names (resume, gpt2, a folder, …) and returns its settings
     config = load_config(TrainConfig, argv, __doc__, read_saved=start.read)
-    config = starts.resolve_minutes(config, start, options_of(TrainConfig, argv).keys())
+    config = resolve_minutes(config, start, options_of(TrainConfig, argv).keys())
     world = launched_world()
     device, device_why = devices.choose_device(config.device, world.local_rank)
     devices.choose_compile(config.compile, device)  # fail early if torch.compile is unavailable
     job = nullcontext()
     if world.launched:
         job = distributed.process_group(world, device, config.backend)
-    writes_files = world.is_main and not config.is_read_only
-    with lock_output_dir(config.out_dir) if writes_files else nullcontext(), job:
+    lock = nullcontext()
+    if world.is_main and not config.is_read_only:
+        lock = lock_output_dir(config.out_dir)
+    with lock, job:
         run = setup(config, start, world, device, device_why)
         preflight(run)
         if config.check is True:  # --check runs the preflight only

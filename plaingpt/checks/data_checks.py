@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from plaingpt.checks.model_checks import NotChecked
+from plaingpt.core.schedules import get_lr
 from plaingpt.system.distributed import all_gather, gloo_group
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import count_of
@@ -174,7 +175,7 @@ def first_text(run):
 
 def learning_rate_lasts(run):
     config = run.config
-    rates = [run.clock.get_lr(int(config.max_iters * share), share)
+    rates = [get_lr(int(config.max_iters * share), config, share)
              for share in np.linspace(0, 0.9, 100)]
     if rates[-1] < MIN_RATE * max(rates):
         return 'the learning rate is almost 0 before the last tenth of the run; compare ' \

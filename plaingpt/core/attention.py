@@ -10,9 +10,10 @@ MAX_LENGTH = 512  # tokens; torch's kernel is faster for longer sequences, and t
 
 
 def use_fast_attention(model):
-    """Make each layer of a GPT call fast_attention."""
+    """Make each layer of a GPT call fast_attention, unless it has an attention of its own."""
     for block in model.transformer.h:
-        block.attn.sdpa = fast_attention
+        if block.attn.sdpa is F.scaled_dot_product_attention:
+            block.attn.sdpa = fast_attention
 
 
 def fast_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,

@@ -263,12 +263,14 @@ def track_ema(optimizer, decay):
         has_started = any('average' in state for state in optimizer.state.values())
         n = optimizer.averaged_steps + 1 if has_started else 1
         optimizer.averaged_steps = n
-        current_decay = min(decay, n / (9 + n))  # forgets early weights faster (Abadi et al. 2016)
+        weight = 1 - min(decay, n / (9 + n))  # forgets early weights faster (Abadi et al. 2016)
+        if getattr(optimizer, 'found_inf', None) is not None:
+            weight = weight * (1 - optimizer.found_inf)  # 0 if the step is skipped
         for group in optimizer.param_groups:
             for p in group['params']:
                 state = optimizer.state[p]
                 if 'average' in state:
-                    state['average'].lerp_(p, 1 - current_decay)
+                    local_rows(state['average'])[0].lerp_(local_rows(p)[0], weight)
                 elif p.grad is not None:  # without a gradient, p has no optimizer state either
                     state['average'] = p.detach().clone()
     optimizer.register_step_post_hook(update_ema)

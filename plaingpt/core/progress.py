@@ -10,7 +10,6 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from plaingpt.core.schedules import get_lr
 from plaingpt.core.start import used_s
 from plaingpt.system.distributed import all_gather, gloo_group
 from plaingpt.system.errors import UserError
@@ -108,9 +107,6 @@ class IterationClock:
     def evaluation_is_due(self, iter_num, fraction_done):
         return iter_num % self.config.eval_interval == 0
 
-    def get_lr(self, iter_num, fraction_done):
-        return get_lr(iter_num, self.config)
-
     def exclude(self, seconds):
         """The last `seconds` were not spent on training; a TrainingClock does not count them."""
 
@@ -176,9 +172,6 @@ class MinuteClock(IterationClock):
         last_s = self.total_s - self.evaluation_s  # when the last evaluation begins
         evaluated_s, _ = self.evaluations[-1]
         return evaluated_s + interval_s <= self.now_s <= last_s - interval_s / 2
-
-    def get_lr(self, iter_num, fraction_done):
-        return get_lr(iter_num, self.config, fraction_done)
 
     @contextmanager
     def timed_evaluation(self):

@@ -12,12 +12,11 @@ def get_lr(it, config, fraction_done=None):
     """The learning rate at iteration `it` under a TrainConfig: linear warmup to learning_rate, then
     the schedule down to min_lr at lr_decay_iters.
 
-    fraction_done: in a timed run (--minutes), the fraction of its time that has passed. The
-    schedule then runs over time instead of iterations, and warmup ends at MAX_WARMUP at the latest.
-    """
+    fraction_done: of the run. In a timed run (--minutes), the schedule runs over time instead of
+    iterations, and warmup ends at MAX_WARMUP at the latest."""
     if not config.decay_lr:
         return config.learning_rate
-    is_timed = fraction_done is not None
+    is_timed = config.minutes > 0
     warmup, end = config.warmup_iters, config.decay_iters()
     if it < warmup and not (is_timed and fraction_done >= MAX_WARMUP):
         lr = config.learning_rate * (it + 1) / (warmup + 1)

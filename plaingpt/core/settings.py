@@ -49,7 +49,7 @@ class TrainConfig(GPTConfig):
     always_save_checkpoint: bool = True  # save after every evaluation, not only after a new best
     checkpoint_interval: Literal['auto'] | int = 'auto'  # steps between saves; auto: at evaluations
     patience: int = 0  # stop after this many evaluations without a new best; 0: never
-    check: Literal['auto', 'overfit'] | bool = 'auto'  # preflight checks; True: run them, then exit
+    check: Literal['auto', 'overfit'] | bool = 'auto'  # preflight; True: only that; overfit: 1 batch
     skip_checks: str = ''  # checks to skip, such as attention_is_causal,sequences_are_shuffled
     # data
     dataset: str = 'openwebtext'  # a name in data/, a path, or a mixture: code:0.3,prose:0.7
@@ -225,6 +225,10 @@ class TrainConfig(GPTConfig):
     def world_size(self):
         """Number of processes."""
         return launched_world().size
+
+    def micro_steps(self):
+        """Micro-batches per step on each process."""
+        return self.accumulation() // self.world_size()
 
     def accumulation(self):
         """Micro-batches per step, over all processes."""

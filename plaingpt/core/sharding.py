@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -19,7 +18,6 @@ def shard(model, device, dtype):
     """Wrap a model on the meta device in FSDP2: each process stores some rows of every weight, its
     gradient and its optimizer states, and gathers a block only to run it (ZeRO: Rajbhandari et al.
     2020). The weights are uninitialized afterwards."""
-    prepare(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # Blocks are gathered in autocast's dtype, which halves communication and saves autocast's
     # copies. The embedding and the head, which may be tied, are gathered in float32.
@@ -30,13 +28,6 @@ def shard(model, device, dtype):
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     materialize(model, device)
     return model
-
-
-def prepare(model):
-    """Before fully_shard: make norms accept weights in the gathered dtype."""
-    for module in model.transformer.h.modules():
-        if isinstance(module, nn.LayerNorm):
-            module.__class__ = LayerNorm
 
 
 def materialize(model, device):
@@ -82,12 +73,3 @@ def gathered(model, context):
     gpt.to(model.lm_head.weight.device)  # moves the buffers
     gpt.train(model.training)
     yield gpt
-
-
-class LayerNorm(nn.LayerNorm):
-    """A LayerNorm whose weights may be gathered in a lower precision than x."""
-
-    def forward(self, x):
-        weight = self.weight.to(x.dtype)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)

@@ -171,14 +171,20 @@ def used_s(state):
     return 60 * state['config']['minutes'] - state['left_s']
 
 
-def with_gpt_config(config, gpt_config):
-    """The TrainConfig with the architecture of a GPTConfig."""
-    return replace(config, **{key: getattr(gpt_config, key) for key in ARCHITECTURE_FIELDS})
-
-
 def resolve_gpt_config(config, dataset, start):
-    """The GPTConfig of a run: that of the checkpoint, of the pretrained model, or a new one. Raises
-    UserError if the model and the dataset do not match."""
+    """→ (the TrainConfig with the architecture of the run, its GPTConfig): that of the checkpoint,
+    of the pretrained model, or a new one. Raises UserError if model and dataset do not match."""
+    gpt_config = choose_gpt_config(config, dataset, start)
+    architecture = {key: getattr(gpt_config, key) for key in ARCHITECTURE_FIELDS}
+    ignored = [f'{key}={setting(getattr(config, key))}' for key, value in architecture.items()
+               if getattr(config, key) != value]
+    if ignored:
+        print0(f'without effect: {", ".join(ignored)}: the architecture is that of '
+               f'{start.weights.source}')
+    return replace(config, **architecture), gpt_config
+
+
+def choose_gpt_config(config, dataset, start):
     if start.resumed:
         return replace(start.weights.config, dropout=config.dropout)
     start_id = document_start(config, dataset)

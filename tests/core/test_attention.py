@@ -1,8 +1,11 @@
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from plaingpt.core.attention import MAX_LENGTH, fast_attention
+from model import GPT, GPTConfig
+from plaingpt.core.attention import MAX_LENGTH, fast_attention, use_fast_attention
 
 
 def heads(T, dtype=torch.bfloat16, **how):
@@ -38,3 +41,11 @@ def test_attention_matches_float32_within_rounding(T):
 def test_everything_else_is_computed_by_torch(inputs, how):
     torch.testing.assert_close(fast_attention(*inputs, **how),
                                F.scaled_dot_product_attention(*inputs, **how), rtol=0, atol=0)
+
+
+def test_an_attention_of_ones_own_is_kept():
+    model = GPT(GPTConfig(block_size=8, vocab_size=9, n_layer=2, n_head=2, n_embd=8))
+    own = model.transformer.h[0].attn.sdpa = partial(F.scaled_dot_product_attention, scale=0.5)
+    use_fast_attention(model)
+    assert model.transformer.h[0].attn.sdpa is own
+    assert model.transformer.h[1].attn.sdpa is fast_attention

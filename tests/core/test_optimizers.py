@@ -112,6 +112,18 @@ def test_a_step_that_is_not_finite_leaves_no_trace(name, scaled):
         assert same(poisoned.parameters(), spared.parameters())
 
 
+@pytest.mark.parametrize('name', optimizers.OPTIMIZERS)
+def test_a_step_that_is_not_finite_leaves_the_average(name):
+    model, optimizer = made(name)
+    track_ema(optimizer, 0.5)
+    stepped(model, optimizer, [1.0, 1.0])
+    before = copies(optimizer.state[p]['average'] for p in model.parameters())
+    stepped(model, optimizer, [math.nan])
+    assert same([optimizer.state[p]['average'] for p in model.parameters()], before)
+    stepped(model, optimizer, [1.0])
+    assert not same([optimizer.state[p]['average'] for p in model.parameters()], before)
+
+
 def test_a_matrix_moves_as_with_torchs_muon(muon_in_float32, monkeypatch):
     # Both in float32: in bfloat16 the order of sums, another on each CPU, is 6% of a move.
     monkeypatch.setattr(torch.Tensor, 'bfloat16', torch.Tensor.float)

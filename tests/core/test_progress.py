@@ -13,6 +13,7 @@ from configurator import load_config
 from plaingpt.core import checkpoint as checkpoints
 from plaingpt.core.checkpoint import Saver
 from plaingpt.core.progress import MinuteClock, make_clock
+from plaingpt.core.schedules import get_lr
 from plaingpt.core.settings import TrainConfig
 from plaingpt.core.start import StartingPoint, resolve_minutes
 from plaingpt.experiments import core_speed
@@ -52,7 +53,7 @@ class Machine:
                     self.now += self.evaluation_s
             if done >= until:
                 return clock
-            self.rates.append(clock.get_lr(iter_num, done))
+            self.rates.append(get_lr(iter_num, CONFIG, done))
             self.now += self.step_s(self.now)
             iter_num += 1
 

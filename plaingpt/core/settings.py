@@ -49,7 +49,7 @@ class TrainConfig(GPTConfig):
     always_save_checkpoint: bool = True  # save after every evaluation, not only after a new best
     checkpoint_interval: Literal['auto'] | int = 'auto'  # steps between saves; auto: at evaluations
     patience: int = 0  # stop after this many evaluations without a new best; 0: never
-    check: Literal['auto', 'overfit'] | bool = 'auto'  # preflight; True: only that; overfit: 1 batch
+    check: Literal['auto', 'overfit'] | bool = 'auto'  # preflight; True: only it; overfit: 1 batch
     skip_checks: str = ''  # checks to skip, such as attention_is_causal,sequences_are_shuffled
     # data
     dataset: str = 'openwebtext'  # a name in data/, a path, or a mixture: code:0.3,prose:0.7

@@ -45,8 +45,8 @@ ACTIVATIONS = {
 
 @dataclass
 class GPTConfig:
-    """Architecture of a GPT; the defaults are GPT-2 (124M). Each field is a command-line setting,
-    and its comment is the help text."""
+    """Architecture of a GPT; the defaults are GPT-2 (124M). TrainConfig inherits the fields as
+    settings, with bias=False; their comments are the help texts."""
     # model
     block_size: int = 1024  # context length in tokens
     vocab_size: int = 50257  # vocabulary size
@@ -68,7 +68,7 @@ class GPTConfig:
     n_kv_head: int = 0  # key/value heads (grouped-query attention); 0: n_head
     zero_init: bool = False  # zero-init output projections: each residual branch starts as a no-op
     document_attention: bool = False  # no attention across documents; positions restart in each
-    # not listed: set by a pretrained model or by the dataset
+    # not listed: by --help, as a pretrained model or the dataset sets these
     head_dim: int = 0  # channels per head; 0: n_embd / n_head
     n_inner: int = 0  # hidden size of the MLP; 0: 4 n_embd, or 8/3 n_embd with swiglu
     qkv_bias: bool = False  # with bias=False: bias in the QKV projection only (Qwen2)
@@ -127,7 +127,7 @@ class GPTConfig:
 class LayerNorm(nn.LayerNorm):
     def forward(self, x):  # (…, C); CUDA's autocast computes it in float32
         weight, bias = self.weight, self.bias
-        if weight.dtype != torch.float32:  # FSDP gathers it in autocast's dtype
+        if weight.dtype != torch.float32:  # gathered by FSDP, in another dtype than x has (float16)
             weight = weight.to(x.dtype)
             bias = None if bias is None else bias.to(x.dtype)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps).to(x.dtype)
@@ -237,7 +237,7 @@ class CausalSelfAttention(nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)
         self.q_norm = norm(config, config.head_size) if config.qk_norm else nn.Identity()
         self.k_norm = norm(config, config.head_size) if config.qk_norm else nn.Identity()
-        self.sdpa = F.scaled_dot_product_attention  # train.py replaces just this by a faster one
+        self.sdpa = F.scaled_dot_product_attention  # core/attention.py may replace this, no other
         self.value_embedding = None
         if config.value_embeddings:
             self.value_embedding = nn.Embedding(config.padded_vocab_size, self.qkv_sizes[2])
@@ -264,7 +264,7 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             k, v, mask = cache.extend(k, v)  # keys and values of all tokens so far
         # y = softmax(q kᵀ / √D) v, where each token attends to itself and to earlier tokens. With
-        # a cache there are no documents, and no mask for a single new token: it attends to all.
+        # a cache, a row is one document, and a single new token needs no mask: it attends to all.
         is_causal = mask is None and cache is None
         y = self.sdpa(q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0,
                       is_causal=is_causal, enable_gqa=k.size(1) < self.n_head)  # (B, H, T, D)
@@ -351,7 +351,7 @@ class GPT(nn.Module):
             cos, sin = rotary_table(config)  # 2 × (block_size, D)
             self.register_buffer('cos', cos, persistent=False)
             self.register_buffer('sin', sin, persistent=False)
-        self.loss_in_chunks = None  # or f(model, x, targets): loss() in less memory (train.py)
+        self.loss_in_chunks = None  # train.py sets f(model, x, targets): loss() in less memory
         self.init_weights()
 
     @torch.no_grad()
@@ -395,11 +395,11 @@ class GPT(nn.Module):
         else:
             logits, loss = None, self.loss_in_chunks(self, x, targets)
         loss = loss / (targets != -1).sum().clamp(min=1)
-        return logits, loss  # add other terms of the training loss here
+        return logits, loss  # add other terms here, if self.training: evaluations call this, too
 
     def loss(self, logits, targets):
         """logits (…, V), targets (…) → the cross-entropy in nats, summed over the targets that are
-        not -1. Training, evaluation and plans all use this definition, for some of the tokens at a
+        not -1. Training, evaluation and plan.py use this definition, for some of the tokens at a
         time: a term that depends on anything else belongs in forward()."""
         logits, targets = logits.flatten(0, -2), targets.flatten()  # (N, V), (N,)
         return F.cross_entropy(logits.float(), targets, ignore_index=-1, reduction='sum')
@@ -479,7 +479,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
         """Append `max_new_tokens` sampled tokens to idx (B, T) → (B, T + max_new_tokens).
-        temperature 0 is greedy. plaingpt/inference is several times faster, with a KV cache."""
+        temperature 0 is greedy. plaingpt/inference is several times faster, with a KV cache; it
+        drops half of a full context, where this slides by one token. Needs eval mode."""
         for _ in range(max_new_tokens):
             x = self.hidden(idx[:, -self.config.block_size:])  # (B, T, C)
             logits = self.logits(x[:, -1])  # (B, V)

@@ -26,7 +26,7 @@ from plaingpt.core.blocks import apply_activation_checkpointing, compile_blocks,
 from plaingpt.core.checkpoint import KEEP_NEWEST, Saver
 from plaingpt.core.dataset import describe_batches, open_data
 from plaingpt.core.evaluation import evaluate, val_bytes_per_token
-from plaingpt.core.loss import compute_loss_in_chunks
+from plaingpt.core.loss import use_chunked_loss
 from plaingpt.core.optimizers import build_optimizer, ema_weights, resume_ema
 from plaingpt.core.progress import Progress, make_clock
 from plaingpt.core.schedules import get_lr
@@ -73,8 +73,8 @@ class Step:
         over the processes is the mean over the step's targets.
 
         batches: yields (idx, targets), and each micro-batch then counts 1 / micro_steps; or
-        (idx, targets, weight) if some targets are -1. weight = the targets in this micro-batch /
-        those in the step on all processes × processes, since DDP and FSDP average over these."""
+        (idx, targets, weight) if some targets are -1: weight = processes · n / N, for n targets
+        here and N in the whole step, since DDP and FSDP divide by the number of processes."""
         self.loss = 0.0
         for micro_step in range(self.micro_steps):
             idx, targets, *weight = next(batches)
@@ -93,7 +93,8 @@ class Step:
 
     def update(self, lr):
         """Clip the gradient and update the weights, unless the step must be skipped. Return the
-        gradient norm before clipping. lr: from the schedule; each parameter group scales it."""
+        gradient norm before clipping. lr: from the schedule; each parameter group scales it. Random
+        numbers here would have to be the same on all ranks, whose seeds differ."""
         optimizer = self.optimizer
         for group in optimizer.param_groups:
             group['lr'] = lr * group['lr_scale']  # lr_scale: set by parameter_groups()
@@ -102,7 +103,7 @@ class Step:
         grad_norm = distributed.full_tensor(clip_grad_norm_(self.model.parameters(), max_norm))
         skip_step = self.bad_steps.must_skip(self.loss, grad_norm)  # 1.0 or 0.0, on the device
         # Not scaler.step(): it would update the weights after a bad loss. A fused optimizer skips
-        # the step itself if found_inf is 1; for any other, the host waits for the device here.
+        # the step itself if found_inf, torch's flag, is 1; for others, the host waits here.
         if getattr(optimizer, '_step_supports_amp_scaling', False):
             optimizer.found_inf = skip_step
             optimizer.step()
@@ -117,12 +118,12 @@ class Step:
         return grad_norm
 
     def state_dict(self):
-        """The step's share of a checkpoint, as JSON; Run.parts() lists the other objects."""
+        """The step's keys in state.json; see Run.parts(). Saver.save() writes the tensors."""
         return {'dtype': self.dtype, 'scaler': self.scaler.state_dict(),
                 'averaged_steps': self.optimizer.averaged_steps}
 
     def load_state_dict(self, state):
-        resume_ema(self.optimizer, state['averaged_steps'])
+        resume_ema(self.optimizer, state['averaged_steps'])  # after load_optimizer()
         if state['scaler']:  # empty unless the checkpoint was trained in float16
             self.scaler.load_state_dict(state['scaler'])
 
@@ -137,11 +138,11 @@ def build(gpt_config, config, device, dtype, compile=False, weights=None):
     use_fsdp = config.parallel == 'fsdp'
     if use_fsdp:
         from plaingpt.core import sharding
-    # on meta, parameters have shapes but no memory: no process holds the whole model
+    # on meta, parameters have shapes but no memory: no GPU holds the whole model
     with parameters_on_meta() if use_fsdp else nullcontext():
         model = GPT(gpt_config)
     use_fast_attention(model)  # the same attention, faster on a CPU or with a mask
-    compute_loss_in_chunks(model, compile)  # the same loss in less memory
+    use_chunked_loss(model, compile)  # the same loss in less memory
     apply_activation_checkpointing(model, config.activation_checkpointing)
     compile_by_block = compile and (use_fsdp or compile == 'blocks')
     if compile_by_block:
@@ -150,7 +151,7 @@ def build(gpt_config, config, device, dtype, compile=False, weights=None):
         sharding.shard(model, device, dtype)  # fully_shard; each rank allocates only its shard
     if weights:
         weights.load_into(model)
-    elif use_fsdp:  # rank 0 initializes
+    elif use_fsdp:  # rank 0 initializes a full copy on its CPU
         initial = GPT(gpt_config).state_dict() if world.is_main else {}
         sharding.scatter(initial, model)
     model.to(device)
@@ -181,14 +182,13 @@ def replicate(model, device):
 @phase('setup')
 def setup(config, start, world, device, device_why):
     """Build a Run from the settings and the starting point. Raises UserError."""
-    # Every rank uses rank 0's settings and checkpoint: a config file is code, which may choose
-    # sizes by timing the machine. Each rank has its own seed, so that dropout masks differ; random
-    # numbers in Step.update() would have to be the same on all ranks.
     devices.prepare_device(device)
+    # Every rank uses rank 0's settings and checkpoint: a config file is code, which may choose
+    # sizes by timing the machine.
     group = distributed.gloo_group()
     config = distributed.all_gather(config, group)[0]
     start.share_checkpoint(group)
-    torch.manual_seed(config.seed + world.rank)
+    torch.manual_seed(config.seed + world.rank)  # another dropout mask on each rank
     if world.size > 1 and not config.is_read_only:
         distributed.check_shared(Path(config.out_dir), world, group)
     check_tasks(config)  # fail early if a benchmark cannot be loaded
@@ -259,8 +259,8 @@ def train(run, observers):
                     evaluate_and_log(run, observers, is_last)
             reason = run.reason_to_stop(is_last)
             if reason or run.save_is_due():
-                run.save()  # first reports bad steps, which may end the run
-                reason = reason or run.skipped.gave_up
+                reason = run.skipped.report(progress.iter_num, log) or reason
+                run.save()
             if reason:
                 run.saver.wait()
                 return reason
@@ -273,9 +273,10 @@ def train(run, observers):
                 grad_norm = step.update(lr)  # clip the gradient, then optimizer.step()
             progress.iter_num += 1
             progress.updating = False
+            # any keyword: a number, or a tensor without dimensions (monitoring/metrics.py)
             log(progress.iter_num, loss=loss, lr=lr, grad_norm=grad_norm)
             if progress.iter_num % config.log_interval == 0:
-                run.skipped.report(progress.iter_num, log)  # log() has waited for the device
+                run.skipped.report(progress.iter_num, log)  # log() has just synchronized
             observers.on_step(progress.iter_num, fraction_done)
 
 
@@ -297,7 +298,7 @@ def evaluate_and_log(run, observers, is_last):
     except distributed.Stopped:
         return
     is_best = progress.record_evaluation(losses['val_loss'], losses['val_stderr'])
-    # iteration 0 has a loss to beat, but is not logged as the best: it has no checkpoint
+    # iteration 0 sets best_val_loss, but is never called the best: it has no checkpoint
     run.log.evaluation(progress.iter_num, **losses, best=is_best and progress.iter_num > 0,
                        sample=sample)
     run.log.benchmarks(progress.iter_num, scores)

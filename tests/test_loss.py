@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, GPTConfig
-from plaingpt.core.loss import chunk_size, compute_loss_in_chunks, loss_in_chunks
+from plaingpt.core.loss import chunk_size, loss_in_chunks, use_chunked_loss
 
 SMALL = GPTConfig(block_size=16, vocab_size=250, n_layer=1, n_head=2, n_embd=16)
 
@@ -69,7 +69,7 @@ def test_an_edit_of_the_loss_trains_in_chunks_as_without(edit, compiled, monkeyp
     plain = loss_and_gradients(model, model)
     torch._dynamo.reset()
     monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend='aot_eager'))
-    compute_loss_in_chunks(model, compiled)
+    use_chunked_loss(model, compiled)
     model.loss_in_chunks = partial(model.loss_in_chunks, chunk=24)
     call = torch.compile(model) if compiled else model
     torch.testing.assert_close(loss_and_gradients(model, call), plain)

@@ -67,11 +67,11 @@ class SkippedSteps:
 
     def report(self, iter_num, log):
         """Record the bad steps since the last report. iter_num: the latest step. If the run gives
-        up, the weights are those before the first bad step."""
+        up, return why; the weights are those before the first bad step."""
         steps = self.bad_steps.unreported
         self.bad_steps.unreported = []
         if not steps or not torch.stack([is_bad for is_bad, _, _ in steps]).any():
-            return
+            return self.gave_up
         first_iter = iter_num - len(steps) + 1
         for i, (is_bad, loss, grad_norm) in enumerate(steps, start=first_iter):
             if not is_bad:
@@ -88,6 +88,7 @@ class SkippedSteps:
                     'sequences': [first, last], 'sequence_starts': starts})
         if self.bad_steps.consecutive_bad.item() >= MAX_BAD_STEPS:
             self.gave_up = f'gave up after {MAX_BAD_STEPS} consecutive bad steps'
+        return self.gave_up
 
     def error(self):
         """The error that ends the run."""

@@ -1,4 +1,4 @@
-"""GPT.loss without all logits in memory at once: `compute_loss_in_chunks(model)`."""
+"""GPT.loss without all logits in memory at once: `use_chunked_loss(model)`."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ MIN_LOGITS = 2**23  # on a GPU, fewer logits are computed at once: they take 32 
 CHUNK_SIZES = 2048, 4096, 8192  # tokens, on a GPU
 
 
-def compute_loss_in_chunks(model, compile=False):
+def use_chunked_loss(model, compile=False):
     """Make GPT.forward compute its loss with loss_in_chunks; compile: with torch.compile."""
     model.loss_in_chunks = loss_in_chunks
     if compile:  # torch.autograd.grad is not traced: chunks are compiled instead

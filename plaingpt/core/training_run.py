@@ -48,7 +48,7 @@ class Run:
     def parts(self):
         """The objects whose state a checkpoint holds, besides the model and the optimizer. Each has
         state_dict() → {key: JSON}, with keys that no other has, and load_state_dict(state), where
-        `state` has the keys of all."""
+        `state` has the keys of all. A key that older checkpoints lack needs state.get()."""
         return (self.progress, DataPosition(self.train_data, self.progress), self.step, self.clock,
                 self.log, RandomState(self.step.device, launched_world().rank))
 
@@ -77,7 +77,6 @@ class Run:
     def save(self):
         """Save a checkpoint of this iteration, unless it exists or nothing has been trained yet."""
         progress = self.progress
-        self.skipped.report(progress.iter_num, self.log)
         is_saved = progress.saved_at == progress.iter_num \
             and (progress.saved_evaluated or not progress.evaluated)
         if progress.iter_num == 0 or is_saved or self.config.eval_only:
@@ -105,6 +104,7 @@ class Run:
         except Exception as error:
             with suppress(Exception):  # the original error matters more
                 if launched_world().size == 1 and not self.progress.updating:
+                    self.skipped.report(self.progress.iter_num, self.log)
                     self.save()
                     self.saver.wait()
                     if self.progress.saved_at and not self.saver.failed:

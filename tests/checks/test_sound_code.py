@@ -76,7 +76,7 @@ def sliding_window(patch):
 
 
 def loss_of_forward(patch):
-    patch(train, 'compute_loss_in_chunks', lambda _: lambda model, compile: None)
+    patch(train, 'use_chunked_loss', lambda _: lambda model, compile: None)
 
 
 PLAIN_MLP = model.MLP

@@ -68,7 +68,7 @@ class GPTConfig:
     n_kv_head: int = 0  # key/value heads (grouped-query attention); 0: n_head
     zero_init: bool = False  # zero-init output projections: each residual branch starts as a no-op
     document_attention: bool = False  # no attention across documents; positions restart in each
-    # not listed: by --help, as a pretrained model or the dataset sets these
+    # not listed in --help: set by a pretrained model or by the dataset
     head_dim: int = 0  # channels per head; 0: n_embd / n_head
     n_inner: int = 0  # hidden size of the MLP; 0: 4 n_embd, or 8/3 n_embd with swiglu
     qkv_bias: bool = False  # with bias=False: bias in the QKV projection only (Qwen2)
@@ -237,7 +237,7 @@ class CausalSelfAttention(nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)
         self.q_norm = norm(config, config.head_size) if config.qk_norm else nn.Identity()
         self.k_norm = norm(config, config.head_size) if config.qk_norm else nn.Identity()
-        self.sdpa = F.scaled_dot_product_attention  # core/attention.py may replace this, no other
+        self.sdpa = F.scaled_dot_product_attention  # training may swap in core/attention.py's
         self.value_embedding = None
         if config.value_embeddings:
             self.value_embedding = nn.Embedding(config.padded_vocab_size, self.qkv_sizes[2])
@@ -395,7 +395,7 @@ class GPT(nn.Module):
         else:
             logits, loss = None, self.loss_in_chunks(self, x, targets)
         loss = loss / (targets != -1).sum().clamp(min=1)
-        return logits, loss  # add other terms here, if self.training: evaluations call this, too
+        return logits, loss  # add other terms only if self.training: evaluation calls this too
 
     def loss(self, logits, targets):
         """logits (…, V), targets (…) → the cross-entropy in nats, summed over the targets that are

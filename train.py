@@ -110,7 +110,7 @@ class Step:
         elif not skip_step:
             optimizer.step()
         else:
-            self.bad_steps.without_call += 1  # StepCounter counts calls of optimizer.step()
+            self.bad_steps.updates_without_step += 1  # StepCounter counts calls of optimizer.step()
         self.scaler.update()
         # DDP's gradients are views of its buckets; setting them to None would reallocate them.
         is_ddp = isinstance(self.model, DistributedDataParallel)

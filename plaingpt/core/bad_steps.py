@@ -25,7 +25,7 @@ class BadSteps:
 
     def __init__(self, scaler, device):
         self.max_overflows = MAX_OVERFLOWS if scaler.is_enabled() else 0
-        self.without_call = 0  # skipped updates in which optimizer.step() was not called
+        self.updates_without_step = 0  # skipped updates in which optimizer.step() was not called
         self.consecutive_skips = torch.zeros((), device=device)
         self.consecutive_bad = torch.zeros((), device=device)
         self.unreported = []  # (is bad, loss, gradient norm) of each step, on the device
@@ -124,7 +124,7 @@ class StepCounter:
     def errors(self, iter_num):
         """{'missed_steps': updates without a step (below 0: too many steps), 'lost_states': …}
         after iteration iter_num, as far as they are not 0"""
-        updates = iter_num - self.first_iter - self.step.bad_steps.without_call
+        updates = iter_num - self.first_iter - self.step.bad_steps.updates_without_step
         errors = {'missed_steps': updates - self.steps, 'lost_states': max(0, self.new_states - 1)}
         return {key: value for key, value in errors.items() if value}
 

@@ -107,8 +107,9 @@ class Metrics:
             return
         tensors = {key: value.detach().float().to(self.step.device)
                    for key, value in values.items() if isinstance(value, torch.Tensor)}
-        means = all_reduce_mean(torch.stack([*tensors.values()])).tolist()  # waits for the device
-        values.update(zip(tensors, means, strict=True))
+        if tensors:  # reading them waits for the device
+            means = all_reduce_mean(torch.stack([*tensors.values()])).tolist()
+            values.update(zip(tensors, means, strict=True))
         now = time.perf_counter()
         step_s = (now - self.lap_start) / (iter_num - self.lap_iter)  # since the last logged step
         self.lap_iter = iter_num

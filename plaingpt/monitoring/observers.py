@@ -8,7 +8,7 @@ from plaingpt.core.bad_steps import StepCounter
 from plaingpt.core.evaluation import full_model
 from plaingpt.core.optimizers import ema_weights
 from plaingpt.monitoring.health import Health
-from plaingpt.monitoring.sampling import Sampler, score_tasks_of
+from plaingpt.monitoring.sampling import Sampler, score_benchmarks
 from plaingpt.system.devices import eager
 from plaingpt.system.distributed import is_sharded, launched_world
 from plaingpt.system.errors import UserError
@@ -94,7 +94,7 @@ class Observers:
             return scores, sample
         with self.full_model() as model:
             if needs_scores:
-                scores = score_tasks_of(self.run, model)
+                scores = score_benchmarks(self.run, model)
             if needs_sample and self.sampler:
                 sample = self.sampler.sample(model)
         return scores, sample

@@ -40,7 +40,7 @@ class Sampler:
         return new_ids
 
 
-def score_tasks_of(run, model):
+def score_benchmarks(run, model):
     """Run the lm_eval tasks of config.eval_tasks on all processes → {task: its scores}"""
     from plaingpt.inference.lm_eval_model import load_tasks, score_tasks
     config = run.config

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from processes import PATIENCE_S, copy_project
+from processes import PATIENCE_S, ROOT, copy_project
 
 # file, line, what it becomes, test that fails then
 MISTAKES = {
@@ -21,22 +21,21 @@ MISTAKES = {
         'data/test_batches.py::test_targets_are_the_tokens_one_position_later'),
     'the loss is not divided by the micro-steps': (
         'train.py', 'else loss / self.micro_steps', 'else loss',
-        'training/test_equal_runs.py::test_a_run_is_the_same_however_its_steps_are_shared_out'),
+        'core/test_equal_runs.py::test_a_run_is_the_same_however_its_steps_are_shared_out'),
     'a resumed run begins with other data': (
         'plaingpt/core/batches.py', 'self.resume_offset += sequences - self.sequences_before(step)',
         'self.resume_offset += sequences',
-        'training/test_equal_runs.py::'
-        'test_a_resumed_run_matches_the_uninterrupted_one'),
+        'core/test_equal_runs.py::test_a_resumed_run_matches_the_uninterrupted_one'),
     'checksums are not compared': (
         'plaingpt/core/checkpoint.py', "if sha256 != chunk['sha256']", 'if not sha256',
-        'training/test_checkpoint.py::test_every_flipped_bit_is_found'),
+        'core/test_checkpoint.py::test_every_flipped_bit_is_found'),
     'gradients are not clipped': (
         'train.py', 'self.grad_clip or math.inf', 'math.inf',
         'test_train.py::test_each_step_has_the_learning_rate_of_the_schedule_with_a_'
         'clipped_gradient'),
     'the cosine rises': (
         'plaingpt/core/schedules.py', '0.5 * (1 + math.cos(', '0.5 * (1 - math.cos(',
-        'training/test_schedules.py::test_the_learning_rate_falls_on_a_cosine_after_a_warmup'),
+        'core/test_schedules.py::test_the_learning_rate_falls_on_a_cosine_after_a_warmup'),
     'cached positions are off by one': (
         'plaingpt/inference/generation.py', 'self.new = slice(begin, self.end)',
         'self.new = slice(begin + 1, self.end + 1)',
@@ -63,12 +62,19 @@ def passes(folder, *tests):
     return done.returncode == 0
 
 
+@pytest.mark.parametrize('mistake', MISTAKES)
+def test_each_line_and_each_test_is_there(mistake):
+    file, line, _, test = MISTAKES[mistake]
+    assert (ROOT / file).read_text(encoding='utf-8').count(line) == 1
+    test_file, function = test.split('::')
+    assert f'def {function}(' in (ROOT / 'tests' / test_file).read_text(encoding='utf-8')
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('mistake', MISTAKES)
 def test_make_test_catches_a_mistake_in_a_central_line(copy, mistake):
     file, line, broken, test = MISTAKES[mistake]
     code = (copy / file).read_text(encoding='utf-8')
-    assert code.count(line) == 1
     try:
         (copy / file).write_text(code.replace(line, broken), encoding='utf-8')
         assert not passes(copy, f'tests/{test}')

@@ -22,7 +22,7 @@ STARTED_AT = psutil.Process().create_time()  # of this process
 # functions that train.py calls
 PHASES = ('choose_device', 'open_data', 'choose_dtype', 'fit_to_memory', 'open_batches',
           'GPT', 'build_optimizer', 'build', 'setup', 'preflight', 'open_run_folder',
-          'Observers', 'evaluate', 'save')
+          'Observers', 'evaluate')
 
 
 class Stopwatch:
@@ -53,6 +53,7 @@ def main(argv):
     stopwatch = Stopwatch()
     stopwatch.rows.append([0.0, 0, 'Python and imports of train.py', None])
     import train
+    from plaingpt.core.training_run import Run
     from plaingpt.system import devices
     from train import Step
     stopwatch.rows[0][3] = time.time() - STARTED_AT
@@ -60,6 +61,7 @@ def main(argv):
         stopwatch.watch(devices if name in ('choose_device', 'choose_dtype') else train, name)
     stopwatch.watch(Step, 'forward_backward', 'forward and backward')
     stopwatch.watch(Step, 'update')
+    stopwatch.watch(Run, 'save')
     with tempfile.TemporaryDirectory() as out_dir:
         train.main([*argv, '--max_iters=2', '--warmup_iters=0', '--lr_decay_iters=2',
                     '--eval_interval=2', '--log_interval=1', '--report=False',

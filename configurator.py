@@ -34,7 +34,7 @@ def load_config(cls, argv, doc='', positional='', several=False, read_saved=lamb
     """Build dataclass `cls` from its defaults and the command line `argv`.
 
     positional: the field that an argument without dashes sets, unless it is a config file. With
-    `several`, all such arguments are joined with commas, and none is a config file.
+    `several`, it is set to the list of all such arguments, and none is a config file.
 
     read_saved: called with {name: value} of the command line; returns the values that replace the
     defaults, e.g. those of the run to resume
@@ -47,9 +47,9 @@ def load_config(cls, argv, doc='', positional='', several=False, read_saved=lamb
     if any(arg in ('--help', '-h') for arg in argv):
         print(help_text(cls, doc, positional, several))
         sys.exit(0)
-    problems = []
+    arguments, problems = [], []
     if positional:
-        argv, problems = name_positionals(cls, argv, positional, several)
+        argv, arguments, problems = take_positionals(cls, argv, positional, several)
     settings = read_arguments(cls, argv, {})
     try:
         saved = read_saved(settings.values)
@@ -58,6 +58,8 @@ def load_config(cls, argv, doc='', positional='', several=False, read_saved=lamb
         raise UserError('\n'.join(problems + settings.problems or [str(error)])) from None
     if saved:
         settings = read_arguments(cls, argv, saved)
+    if arguments:
+        settings.values[positional] = arguments
     return build(cls, settings.values, problems + settings.problems)
 
 
@@ -268,9 +270,10 @@ def find_recipe(path):
     return path
 
 
-def name_positionals(cls, argv, key, several):
-    """Replace arguments without dashes by an option, `out` → `--out_dir=out` → (argv, problems).
-    Config files are left alone, and so are mistakes that read_arguments reports."""
+def take_positionals(cls, argv, key, several):
+    """Replace an argument without dashes by an option, `out` → `--out_dir=out`, or with `several`
+    take all of them out → (argv, arguments taken out, problems). Config files are left alone, and
+    so are mistakes that read_arguments reports."""
     names = defaults(cls)
     indices = []
     for i, arg in enumerate(argv):
@@ -280,16 +283,18 @@ def name_positionals(cls, argv, key, several):
         if arg and not arg.startswith('-') and not (is_config_file or is_value or lacks_dashes):
             indices.append(i)
     if not indices:
-        return argv, []
+        return argv, [], []
     values = [argv[i] for i in indices]
     options = [arg for arg in argv if arg.startswith(f'--{key}=')]
     problems = []
     if options or (len(values) > 1 and not several):
         problems.append(f'{" and ".join([*values, *options])}: all of these set {key}; keep only '
                         'one')
-    named = [arg for i, arg in enumerate(argv) if i not in indices[1:]]
-    named[indices[0]] = f'--{key}={",".join(values)}'
-    return named, problems
+    remaining = [arg for i, arg in enumerate(argv) if i not in indices]
+    if several:
+        return remaining, values, problems
+    remaining.insert(indices[0], f'--{key}={values[0]}')
+    return remaining, [], problems
 
 
 # -----------------------------------------------------------------------------

@@ -7,7 +7,7 @@
     python prepare.py chat questions.csv             conversations, for fine-tuning
     python prepare.py inspect data/NAME              verify a prepared dataset and show samples
     python prepare.py datatrove --input=FOLDER       tokens from datatrove's DocumentTokenizer
-    python prepare.py ids FOLDER --vocab_size=N      your own token ids; stores their vocab_size
+    python prepare.py ids FOLDER --vocab_size=N      your own token ids
 
 If interrupted, run the same command again: it resumes after the last complete shard.
 """
@@ -15,23 +15,24 @@ If interrupted, run the same command again: it resumes after the last complete s
 import math
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from configurator import load_config
-from plaingpt.core.dataset import dataset_folder, not_prepared
+from plaingpt.core.dataset import dataset_folder, holds_tokens, not_prepared
 from plaingpt.core.token_files import parse_dtype
 from plaingpt.data import pretokenized, tokenizers
 from plaingpt.data.chat_tokenizer import ChatTokenizer, plain_template
 from plaingpt.data.conversations import ConversationReader
 from plaingpt.data.corpora import CORPORA, OPTIONS, corpus_table, describe_corpus
-from plaingpt.data.documents import open_source
-from plaingpt.data.encoding import VAL_CHARS, EncodingOptions, Job, write_tokens
+from plaingpt.data.documents import open_source, search
+from plaingpt.data.encoding import EncodingOptions, Job, write_tokens
 from plaingpt.data.inspection import inspect
-from plaingpt.data.rows import TextReader
+from plaingpt.data.rows import IdsReader, TextReader, file_format
 from plaingpt.data.shards import read_progress, write_dataset
-from plaingpt.data.text_files import separators_for
+from plaingpt.data.splits import VAL_CHARS
+from plaingpt.data.text_files import Separators, separators_for
 from plaingpt.data.tokenizer_choice import (
     UNTRAINED,
     check_round_trip,
@@ -50,14 +51,15 @@ from plaingpt.system.machine import allowed_cpus
 @dataclass
 class PrepareConfig:
     # input and output
-    input: str = ''  # files, folders and globs, separated by commas; hf: OWNER/NAME on the Hub
+    input: str | list = ''  # files, folders and globs, separated by commas; hf: OWNER/NAME
     subset: str = ''  # Hub datasets: name of the subset
     split: str = ''  # Hub datasets: training split (default: train)
     val_split: str = ''  # Hub datasets: validation split (default: held out from split)
     data_dir: str = ''  # output folder (default: data/NAME)
     # documents
-    documents: Literal['auto', 'file', 'line'] = 'auto'  # auto: fewer than 100 files are joined
-    text_field: str = ''  # field with the text (default: text or content, or the corpus's own)
+    documents: Literal['auto', 'file', 'line', 'paragraph'] = 'auto'  # of a text
+    separators: bool = True  # <|endoftext|> spelled out ends a document; False: it stays text
+    text_field: str = ''  # field with the text (default: text or content), or number of a column
     prompt: str = ''  # chat: column with the user's message (default: detected by name)
     completion: str = ''  # chat: column with the assistant's reply
     encoding: str = 'utf-8'  # text encoding of all files, e.g. latin-1, cp1252 or utf-16
@@ -67,7 +69,8 @@ class PrepareConfig:
     val_fraction: Literal['auto'] | float = 'auto'  # held out (auto: 0.1, at most 1M tokens)
     # your own ids
     vocab_size: int = 0  # vocabulary size of the ids
-    dtype: str = 'auto'  # dtype of headerless files: uint16, int64, >u2, … (auto: detected)
+    end_of_text: Literal['none'] | int = 'none'  # the id that separates documents
+    dtype: str = 'auto'  # dtype of files without a header: int64, >u2, … (auto: uint16)
     # encoding
     tokenizer: str = 'auto'  # char, byte, gpt2, bpe:SIZE, or a dataset, run or model
     shard_tokens: int = 100_000_000  # tokens per file
@@ -76,7 +79,7 @@ class PrepareConfig:
     if_small: bool = False  # prepare only small corpora; otherwise print the command to run
 
     above_0 = ('val_fraction', 'shard_tokens', 'num_proc')
-    at_least_0 = ('vocab_size',)
+    at_least_0 = ('vocab_size', 'end_of_text')
     below_1 = ('val_fraction',)
 
     def conflicts(self):
@@ -87,11 +90,22 @@ class PrepareConfig:
             'text'.encode(self.encoding)
         except LookupError as e:
             problems.append(f'encoding={self.encoding}: {e}; try latin-1 or cp1252')
+        if self.end_of_text != 'none' and self.vocab_size <= self.end_of_text:
+            problems.append(f'end_of_text={self.end_of_text}: expected an id below vocab_size')
         if self.dtype != 'auto' and not is_integer_dtype(self.dtype):
             problems.append(f'dtype={self.dtype}: expected auto or an integer dtype such as uint16')
         if parse_count(self.max_tokens) is None:
             problems.append(f'max_tokens={self.max_tokens}: expected a number such as 100M or 1.5B')
         return problems
+
+    def inputs(self):
+        """The files, folders and globs. Commas separate them in --input, if it is not a path; other
+        arguments are taken as they are."""
+        if isinstance(self.input, list):
+            return self.input
+        if os.path.lexists(self.input):
+            return [self.input]
+        return [name.strip() for name in self.input.split(',') if name.strip()]
 
     def is_set(self, option):
         return getattr(self, option) != getattr(PrepareConfig, option)
@@ -135,12 +149,15 @@ def main(argv):
     corpus = CORPORA[name]
     config = load_config(PrepareConfig, options, help_text, 'input', several=corpus.kind != 'hub')
     folder = Path(config.data_dir or f'data/{name}')
-    if name == 'ids':
-        folder = dataset_folder(config.input)
+    if corpus.kind == 'ids':
+        if holds_rows(config.inputs()):
+            corpus = replace(corpus, kind='rows of ids')
+        else:  # ids are described in place
+            folder = dataset_folder(', '.join(config.inputs()))
     if config.if_small and not corpus.small:
         raise UserError(f'{folder} is not prepared: run {command_for("prepare")} {name}')
     check_options(config, name, corpus)
-    print(f'preparing {name}: {describe_corpus(corpus)}')
+    print(f'preparing {name}: {", ".join(config.inputs()) or describe_corpus(corpus)}')
     if corpus.kind == 'datatrove':
         prepare_datatrove(name, folder, config)
     elif corpus.kind == 'ids':
@@ -174,7 +191,7 @@ def check_options(config, name, corpus):
     """Raises UserError for an option that this kind of corpus does not take, and for a missing
     input or vocab_size."""
     accepted = {*OPTIONS[corpus.kind].split(), 'input', 'if_small'}
-    if name != 'ids':  # ids are described in place
+    if corpus.kind != 'ids':  # which are described in place
         accepted |= {'data_dir', 'overwrite'}
     for option in asdict(config):
         if config.is_set(option) and option not in accepted:
@@ -183,7 +200,7 @@ def check_options(config, name, corpus):
     if name == 'ids' and not config.vocab_size:
         raise UserError('vocab_size is missing; run '
                         f'{command_for("prepare")} ids FOLDER --vocab_size=N')
-    if not (config.input or corpus.files or corpus.url or corpus.hub):
+    if not (config.inputs() or corpus.files or corpus.url or corpus.hub):
         raise UserError(f'{name} needs an input: {corpus.about}')
 
 
@@ -194,11 +211,17 @@ def prepare_text(name, corpus, folder, config):
     existing = None  # the tokenizer of a dataset, run or model
     if not is_tokenizer_name(tokenizer_name):
         existing = load_tokenizer(tokenizer_name, for_chat)
-    if for_chat:
+    if corpus.kind == 'rows of ids':
+        existing = ids_tokenizer(config)
+        reader = IdsReader(existing, config.text_field or 'input_ids')
+    elif for_chat:
         columns = (config.prompt, config.completion) if config.prompt else ()
         reader = ConversationReader(columns, tokenizer=existing if is_chat(existing) else None)
     else:
-        reader = TextReader(config.text_field or corpus.text_field, separators_for(existing))
+        separators = Separators((), config.documents == 'paragraph')
+        if config.separators and corpus.separators:
+            separators = separators_for(existing, config.documents == 'paragraph')
+        reader = TextReader(config.text_field or corpus.text_field, separators)
     source = open_source(name, corpus, config, folder, reader)
     if source.total == 0:
         raise UserError(f'{source.name}: contains no text')
@@ -206,10 +229,10 @@ def prepare_text(name, corpus, folder, config):
     if tokenizer_name == 'char' and source.unit != 'B':
         raise UserError(f'tokenizer=char: {source.name} is streamed, and char needs local files; '
                         'use gpt2, byte or bpe:32768')
-    options = encoding_options(config)
+    options = encoding_options(config, corpus.cut_at_line)
     if options.max_tokens and source.is_continuous:
         raise UserError(f'max_tokens={config.max_tokens}: {source.name} is one continuous text '
-                        'without documents; split it with --documents=file or --documents=line')
+                        'without documents; split it with --documents=file, line or paragraph')
     command = describe_command(name, config, existing, identity=source.identity())
 
     def write(unfinished):
@@ -228,19 +251,19 @@ def prepare_text(name, corpus, folder, config):
     write_dataset(folder, command, config.overwrite, write)
 
 
-def encoding_options(config):
+def encoding_options(config, cut_at_line):
     if config.val_fraction == 'auto':
         val_fraction, max_val_chars = 0.1, VAL_CHARS
     else:
         val_fraction, max_val_chars = config.val_fraction, math.inf
     threads = len(allowed_cpus()) if config.num_proc == 'auto' else config.num_proc
     return EncodingOptions(val_fraction, max_val_chars, config.shard_tokens, threads,
-                           parse_count(config.max_tokens))
+                           parse_count(config.max_tokens), cut_at_line)
 
 
 def prepare_datatrove(name, folder, config):
     """Shards written by datatrove → dataset → report. Raises UserError."""
-    shards = pretokenized.find_datatrove(config.input)
+    shards = pretokenized.find_datatrove(', '.join(config.inputs()))
     if is_tokenizer_name(config.tokenizer) and config.tokenizer not in UNTRAINED:
         raise UserError('datatrove needs --tokenizer: the dataset or run whose tokenizer made '
                         'these tokens, or gpt2 or byte')
@@ -258,7 +281,21 @@ def prepare_datatrove(name, folder, config):
 def prepare_ids(name, folder, config):
     """The user's own ids → a meta.json beside them. Raises UserError."""
     dtype = None if config.dtype == 'auto' else parse_dtype(config.dtype)
-    pretokenized.describe_ids(folder, config.vocab_size, dtype, describe_command(name, config))
+    pretokenized.describe_ids(folder, ids_tokenizer(config), dtype, describe_command(name, config))
+
+
+def ids_tokenizer(config):
+    end_of_text = None if config.end_of_text == 'none' else config.end_of_text
+    return tokenizers.IdsTokenizer(config.vocab_size, end_of_text)
+
+
+def holds_rows(inputs):
+    """Whether the input of `ids` is files of rows, or a folder that holds them and no train.bin."""
+    folder = dataset_folder(', '.join(inputs))
+    if any(file_format(Path(name)) != 'text' for name in inputs):
+        return True
+    return folder.is_dir() and not holds_tokens(folder) \
+        and any(file_format(path) != 'text' for path in search(folder))
 
 
 def describe_command(name, config, tokenizer=None, **content):
@@ -269,7 +306,7 @@ def describe_command(name, config, tokenizer=None, **content):
         if option in ('data_dir', 'num_proc', 'overwrite', 'if_small', 'strict'):
             continue  # these do not change the tokens
         if config.is_set(option):
-            options[option] = value
+            options[option] = ','.join(value) if isinstance(value, list) else value
     if tokenizer:
         content['tokenizer_sha256'] = checksum(tokenizer)
     return {'corpus': name, 'input': name, **options, **content}

@@ -162,5 +162,5 @@ def test_arguments_of_prepare_are_a_list_of_files(tmp_path):
     script = write(tmp_path / 'a.py', f'open({str(tmp_path / "ran")!r}, "w")\n')
     config = load_config(PrepareConfig, ['notes', '--tokenizer=byte', str(script), 'x, y.txt'],
                          positional='input', several=True)
-    assert config.input == f'notes,{script},x, y.txt'
+    assert config.input == ['notes', str(script), 'x, y.txt']
     assert not (tmp_path / 'ran').exists()

@@ -29,6 +29,7 @@ class TokenFile:
     offset: int  # the byte where the tokens begin
     tokens: int
     sha256: str = ''  # of the tokens, from meta.json
+    is_bare: bool = False  # neither a header nor a meta.json says what the dtype is
     lock: object = field(default_factory=threading.Lock, repr=False)  # for the file position
 
     def read_bytes(self, offset, count):
@@ -59,7 +60,7 @@ class TokenFile:
         """SHA-256 of all tokens. Raises UserError for an id beyond the vocabulary."""
         digest = hashlib.sha256()
         for start, ids in self.chunks():
-            check_ids(self.path, ids, start, vocab_size)
+            self.check_ids(ids, start, vocab_size)
             digest.update(ids)
         return digest.hexdigest()
 
@@ -69,6 +70,19 @@ class TokenFile:
         if self.sha256 and checksum != self.sha256:
             raise UserError(f'{self.path}: the checksum does not match meta.json: the file is '
                             f'damaged or was replaced; {how_to_prepare(self.path)}')
+
+    def check_ids(self, ids, start, vocab_size):
+        """Raises UserError for an id beyond the vocabulary. start: the index of ids[0]"""
+        unsigned = ids.view(ids.dtype.str.replace('i', 'u'))  # a negative id becomes a large one
+        if unsigned.max(initial=0) < vocab_size:
+            return
+        i = int(np.flatnonzero(unsigned >= vocab_size)[0])
+        problem = f'{self.path}: token {start + i:,} has id {ids[i]}, but the largest id of the ' \
+            f'vocabulary is {vocab_size - 1}'
+        if self.is_bare:
+            raise UserError(f'{problem}: set another --vocab_size, or {advise_dtype(self.path)}')
+        raise UserError(f'{problem}: the file is damaged or from another tokenizer; '
+                        f'{how_to_prepare(self.path)}')
 
     def sampled_sha256(self):
         """Checksum of the size and of evenly spaced blocks; of all bytes of a small file."""
@@ -89,17 +103,6 @@ def sampled_blocks(size):
     return [last * i // (SAMPLED_BLOCKS - 1) for i in range(SAMPLED_BLOCKS)], SAMPLED_BYTES
 
 
-def check_ids(path, ids, first, vocab_size):
-    """Raises UserError for an id beyond the vocabulary. first: index of the first id in the file"""
-    unsigned = as_unsigned(ids)
-    if unsigned.max(initial=0) >= vocab_size:
-        i = int(np.flatnonzero(unsigned >= vocab_size)[0])
-        raise UserError(f'{path}: token {first + i:,} has id {ids[i]}, but the largest id of the '
-                        f'vocabulary is {vocab_size - 1}: the file is damaged or from another '
-                        f'tokenizer; {how_to_prepare(path)}, or for your own ids set the right '
-                        f'--vocab_size (and in {command_for("prepare")} ids FOLDER their --dtype)')
-
-
 def how_to_prepare(path):
     """What to do about a token file that is not as prepare.py left it."""
     folder = path.parent
@@ -115,9 +118,16 @@ def may_hold_own_ids(folder):
     return False
 
 
-def as_unsigned(ids):
-    """The same bytes as unsigned integers: a negative id becomes larger than any vocabulary."""
-    return ids.view(ids.dtype.str.replace('i', 'u'))
+def advise_dtype(path):
+    """What to do about a file without a header that is not uint16: its first ids in each dtype."""
+    with open(path, 'rb') as file:
+        head = file.read(48)
+    widths = []
+    for name in 'uint8', 'uint16', 'uint32', 'int64':
+        ids = np.frombuffer(head, parse_dtype(name), min(6, len(head) // np.dtype(name).itemsize))
+        widths.append(f'{name} {", ".join(map(str, ids))}')
+    return f'choose the dtype in which its first ids are right ({"; ".join(widths)}): ' \
+        f'{command_for("prepare")} ids {quoted(path.parent)} --vocab_size=N --dtype=DTYPE'
 
 
 def parse_dtype(name):
@@ -130,11 +140,12 @@ def dtype_name(dtype):
     return dtype.str if dtype.str.startswith('>') else dtype.name
 
 
-def open_tokens(path, dtype, num_tokens=None, sha256='', offset=None):
+def open_tokens(path, dtype, num_tokens=None, sha256='', offset=None, is_bare=False):
     """One file of tokens → TokenFile.
 
     num_tokens: if known; sha256: of these tokens; offset: of the first token in bytes, where the
-    file may contain more than these tokens. Raises UserError for a missing file or a wrong size.
+    file may contain more than these tokens; is_bare: see TokenFile. Raises UserError for a missing
+    file or a wrong size.
     """
     try:
         file = open(path, 'rb', buffering=0)
@@ -148,7 +159,7 @@ def open_tokens(path, dtype, num_tokens=None, sha256='', offset=None):
         raise UserError(f'{path}: expected {num_tokens or "some"} tokens of '
                         f'{count_of(dtype.itemsize, "byte")} and found {in_file:,.12g}: the file '
                         f'is damaged or has another dtype; {how_to_prepare(path)}')
-    return TokenFile(path, dtype, file, start, num_tokens, sha256)
+    return TokenFile(path, dtype, file, start, num_tokens, sha256, is_bare)
 
 
 class TokenStream:
@@ -187,7 +198,7 @@ class TokenStream:
         while filled < len(out):  # a sequence may continue in the next file
             index = start + filled - int(self.starts[k])
             ids = self.files[k].read(index, len(out) - filled)
-            check_ids(self.files[k].path, ids, index, self.vocab_size)
+            self.files[k].check_ids(ids, index, self.vocab_size)
             out[filled:filled + len(ids)] = ids
             filled += len(ids)
             k += 1

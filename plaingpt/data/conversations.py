@@ -12,7 +12,7 @@ Each row of a JSON file or a table is one conversation.
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from plaingpt.data.rows import first_match, list_columns, match_name
 from plaingpt.data.unusable import Unusable
@@ -55,8 +55,20 @@ class ConversationReader:
         if self.unused:
             yield f'ignored fields: {", ".join(sorted(self.unused))}'
 
+    @property
+    def by_number(self):
+        """Whether the columns are numbers, from 1, of a table without a header."""
+        return bool(self.pair_columns) and all(name.isdecimal() for name in self.pair_columns)
+
     def may_read(self, column):
         return True
+
+    def is_row(self, value):
+        """Whether a JSON object is a conversation."""
+        with suppress(Unusable):
+            replace(self, unused=set()).read_messages(value, '')
+            return True
+        return False
 
     def columns(self, row, where):
         return list(row)

@@ -27,11 +27,13 @@ MIN_COMPRESSED = 0.15  # of the size, for tables; code compresses to about 0.28
 # Kinds of corpora, and the options of prepare.py for each.
 ENCODING = 'val_fraction tokenizer shard_tokens num_proc'
 OPTIONS = {
-    'text': f'{ENCODING} encoding documents text_field max_tokens strict',
+    'text': f'{ENCODING} encoding documents separators text_field max_tokens strict',
     'chat': f'{ENCODING} encoding prompt completion strict subset split val_split',
-    'hub': f'{ENCODING} text_field max_tokens strict subset split val_split',
+    'hub': f'{ENCODING} separators text_field max_tokens strict subset split val_split',
     'datatrove': 'val_fraction tokenizer',  # output of its DocumentTokenizer
-    'ids': 'vocab_size dtype'}
+    'ids': 'vocab_size end_of_text dtype',
+    'rows of ids': 'vocab_size end_of_text text_field encoding val_fraction shard_tokens num_proc '
+                   'max_tokens strict'}
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Corpus:
     subset: str = ''  # Hub: name of the subset
     val_split: str = ''  # Hub: name of the validation split, if any
     text_field: str = ''  # Hub and files of rows
+    separators: bool = True  # end-of-text tokens in the text end documents
+    cut_at_line: bool = True  # where the validation text begins, if this is one long text
     tokens: int = 0  # training tokens
     vocab_size: int = GPT2Tokenizer.vocab_size  # of the tokenizer
     recipe: str = 'config/gpt2_124m.py'  # config file to train with
@@ -116,14 +120,17 @@ def sample_shingles(data):
 
 TINY_SHAKESPEARE = dict(
     url='https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt',
-    sha256='86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed', small=True)
+    sha256='86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed', small=True,
+    cut_at_line=False)  # nanoGPT splits it at the character
 
 CORPORA = {
     'pystdlib': Corpus("the source of Python's standard library on this machine",
-                       'bpe:2048', files=find_standard_library, vocab_size=2048, small=True,
+                       'bpe:2048', files=find_standard_library, separators=False, vocab_size=2048,
+                       small=True,
                        recipe='config/quickstart.py'),
     'pypackages': Corpus("the source of the Python packages installed here, 200 to 400 MB",
-                         'bpe:32768', files=find_packages, vocab_size=32_768, small=True,
+                         'bpe:32768', files=find_packages, separators=False, vocab_size=32_768,
+                         small=True,
                          tokens=66_000_000, recipe='config/quickstart_gpu.py'),
     'readme': Corpus('the README of this project, for trying things out', 'char',
                      files=str(ROOT / 'README.md'), small=True, recipe='config/tiny.py'),
@@ -147,7 +154,7 @@ CORPORA = {
     'text': Corpus('your own files: --input=FILES_OR_FOLDERS', 'auto',
                    recipe='config/own_text.py --minutes=10'),
     'datatrove': Corpus('tokens written by datatrove: --input=FOLDER', kind='datatrove'),
-    'ids': Corpus('your own ids, written by numpy: --input=FOLDER --vocab_size=N', kind='ids',
+    'ids': Corpus('your own token ids: --input=FOLDER_OR_FILES --vocab_size=N', kind='ids',
                   recipe='config/own_text.py --minutes=10'),
     'chat': Corpus('conversations: --input=FILES_OR_FOLDERS or OWNER/NAME', kind='chat',
                    vocab_size=50_262, recipe='config/finetune_chat.py'),

@@ -7,6 +7,9 @@ A source streams its text in pieces, always in the same order:
     source.total           the size, or None if unknown
     source.identity()      a fingerprint, which changes when the input changes
     source.is_continuous   whether the files form one long text without documents
+    source.has_val_split   whether the pieces say which split they are for
+    source.survey          the sizes of its documents, of the first hundred if there are more
+    source.document_end    what ends a document if the tokenizer has no end-of-text token
     source.report()        prints what the last pass skipped
 """
 
@@ -17,7 +20,7 @@ import http.client
 import os
 import urllib.request
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +28,13 @@ from typing import NamedTuple
 
 from plaingpt.data import text_files
 from plaingpt.data.rows import FORMATS, extension_of, file_format, read_rows
-from plaingpt.data.text_files import ENCODING_ADVICE, open_text, read_documents, read_lines
+from plaingpt.data.text_files import (
+    ENCODING_ADVICE,
+    UTF16_MARKS,
+    open_text,
+    read_documents,
+    read_lines,
+)
 from plaingpt.data.unusable import Tally, Unusable
 from plaingpt.system.errors import UserError, needs, progress_bar
 from plaingpt.system.files import is_hub_name, write_atomically
@@ -35,11 +44,11 @@ TEXT_EXTENSIONS = {  # of the files that are read in a folder
     '.txt', '.md', '.rst', '.tex', '.py', '.pyi', '.c', '.h', '.cc', '.cpp', '.hpp',
     '.cu', '.rs', '.go', '.java', '.js', '.ts', '.jsx', '.tsx', '.rb', '.php', '.pl', '.lua', '.r',
     '.jl', '.hs', '.ml', '.scala', '.kt', '.swift', '.cs', '.sh', '.sql', '.css', '.xml',
-    '.yaml', '.yml', '.toml', '.jsonl', '.ndjson', '.parquet'}
+    '.yaml', '.yml', '.toml', '.abc', '.fasta', '.fa', '.jsonl', '.ndjson', '.parquet', '.arrow'}
 COMPRESSED = {'.zst', '.bz2', '.xz', '.zip', '.7z', '.rar', '.tar', '.tgz', '.lz4'}
-MAX_EXTENSIONS = 8  # printed by count_extensions
+MAX_EXTENSIONS = 20  # printed by count_extensions
 CONTINUOUS_FILES = 100  # fewer text files form one continuous text
-MIN_PIECE_CHARS = 2**15  # pieces of a file that are assigned to a split
+SURVEYED_DOCUMENTS = 100
 MAX_NUL = 0.05  # fraction of NUL bytes in text; UTF-16 and binary files have more
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte
 
@@ -49,32 +58,47 @@ class Piece(NamedTuple):
 
     text: str
     new_document: bool  # False: continues the document of the previous piece
-    split: str = ''  # 'train' or 'val' if the dataset has such splits
+    split: str = ''  # of the dataset on the Hub: 'train' or 'val'
+
+
+class Survey(NamedTuple):
+    """The first documents of a source."""
+
+    documents: dict  # hash of the beginning → characters; those with the same text are one
+    is_complete: bool  # whether the source has no more
+
+
+def hash_of(text):
+    """A uint64 that selects the split of a document by the first piece of its text. Texts that
+    differ only in trailing white space have the same."""
+    data = (text.rstrip() + '\n').encode('utf-8', 'replace')
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'big')
 
 
 def open_source(name, corpus, config, folder, reader):
     """The source of a corpus and a PrepareConfig. folder: the dataset's, for downloaded text;
     reader: converts a row to documents. Raises UserError."""
-    is_chat = corpus.kind == 'chat'
-    on_hub = config.subset or config.split or config.val_split or is_hub_name(config.input)
-    if corpus.kind == 'hub' or (is_chat and (on_hub or holds_only_parquet(config.input))):
+    is_chat, inputs = corpus.kind == 'chat', config.inputs()
+    for_hub = config.subset or config.split or config.val_split or (
+        len(inputs) == 1 and (is_saved_dataset(inputs[0]) or (is_chat and (
+            is_hub_name(inputs[0]) or holds_only_parquet(inputs[0])))))
+    if corpus.kind == 'hub' or for_hub:
         return open_hub_dataset(corpus, config, reader)
-    if config.input:
-        paths, explicit = find_files(config.input, FORMATS if is_chat else TEXT_EXTENSIONS)
+    if inputs:
+        paths, explicit = find_files(inputs, TEXT_EXTENSIONS if corpus.kind == 'text' else FORMATS)
     elif corpus.url:
         paths, explicit = [download(corpus.url, corpus.sha256, folder)], ()
     elif callable(corpus.files):
         paths, explicit = corpus.files(), ()
     else:
-        paths, explicit = find_files(corpus.files)
+        paths, explicit = find_files([corpus.files])
     options = FileOptions(config.documents, config.encoding, config.strict)
-    files = Files(paths, config.input or corpus.url or name, reader, options, explicit)
-    if is_chat:
+    files = Files(paths, ', '.join(inputs) or corpus.url or name, reader, options, explicit)
+    if corpus.kind != 'text':
         for path in paths:
             if file_format(path) == 'text':
-                raise UserError(f'{shown(path)}: conversations must be in {", ".join(FORMATS)} '
-                                'files: convert it to a table, or to JSON with one conversation '
-                                'per line')
+                raise UserError(f'{shown(path)}: rows must be in {", ".join(FORMATS)} files: '
+                                'convert it to a table, or to JSON with one row per line')
     elif files.has_rows and config.documents != 'auto':
         raise UserError(f'documents={config.documents}: each row of {files.name} is a document; '
                         'remove --documents, or pass only text files')
@@ -95,7 +119,7 @@ def open_hub_dataset(corpus, config, reader):
         splits = {'val': val_split, **splits}  # reading stops at max_tokens of the training split
     elif val_split:
         splits['val'] = val_split
-    return HubDataset(config.input or corpus.hub, subset, splits, reader, config.strict)
+    return HubDataset(''.join(config.inputs()) or corpus.hub, subset, splits, reader, config.strict)
 
 
 def holds_only_parquet(folder):
@@ -108,12 +132,30 @@ def holds_only_parquet(folder):
 class Source:
     """Base class: reads rows, a few of which may be unusable."""
 
-    is_continuous = False
+    is_continuous, has_val_split, document_end = False, False, '\n'
 
     def __init__(self, name, reader, strict):
         """reader: reader.texts(row, where) are the documents in a row; strict: an unusable row or
         file is an error"""
         self.name, self.reader, self.rows = shown(name[:100]), reader, Tally('row', strict)
+        self.notes = set()  # lines for the report
+
+    @cached_property
+    def survey(self):
+        documents = {}
+        with closing(self.read_pieces()) as pieces, \
+                progress_bar('measuring the documents', self.total, self.unit) as bar:
+            for piece in pieces:
+                if piece.new_document:
+                    if len(documents) == SURVEYED_DOCUMENTS:
+                        return Survey(documents, False)
+                    text_hash = hash_of(piece.text)
+                documents[text_hash] = documents.get(text_hash, 0) + len(piece.text)
+                bar.update(self.position() - bar.n)
+        return Survey(documents, True)
+
+    def pieces(self):
+        return self.read_pieces()
 
     def as_plain_text(self):
         """The same source with conversations as plain text, to train a tokenizer on."""
@@ -129,13 +171,13 @@ class Source:
                 raise row
             return self.reader.texts(row, where)
         except Unusable as problem:
-            self.rows.skip(problem, self.estimate_rows())
+            self.rows.skip(problem)
             return ()
 
     def report(self):
         """Print what the last pass skipped. Raises UserError if it was too much."""
         self.rows.check(self.rows.total)
-        for line in (*self.rows.describe(), *self.reader.describe()):
+        for line in (*self.rows.describe(), *self.reader.describe(), *sorted(self.notes)):
             print(line)
 
 
@@ -166,45 +208,32 @@ class Files(Source):
         self.files, self.problems = Tally('file', options.strict), {}
         self.sizes = [path.stat().st_size for path in paths]
         self.total = sum(self.sizes)
-        # A few large files are divided between the splits. If there are many, most stay whole.
-        self.piece_chars = min(max(self.total // 100, MIN_PIECE_CHARS), text_files.PIECE_CHARS)
         self.has_rows = any(file_format(path) != 'text' for path in paths)
+        if self.documents == 'paragraph':
+            self.document_end = '\n\n'
         self._bytes_before = 0  # in the files before the open one
 
-    @property
-    def is_continuous(self):
-        return self.file_chars is not None
-
     @cached_property
-    def file_chars(self):
-        """The number of characters per file of a continuous text, without blank files; None if
-        there are documents."""
+    def is_continuous(self):
         if self.documents != 'auto' or self.has_rows or len(self.paths) >= CONTINUOUS_FILES:
-            return None
-        counts = []
-        with progress_bar('counting characters', self.total, self.unit) as bar:
-            for text, new_file in self.read_files():
-                if self.reader.separators.count:
-                    return None
-                if new_file:
-                    counts.append(0)
-                counts[-1] += len(text)
-                bar.update(self.position() - bar.n)
-        return counts
+            return False
+        return self.survey.is_complete and not self.reader.separators.count
 
     def pieces(self):
+        if not self.is_continuous:
+            yield from self.read_pieces()
+            return
         within_line = False  # the previous piece does not end with a line break
-        for text, new_document in self.read_files():
-            if self.is_continuous:
-                # A separate piece, since a tokenizer's sample hashes the text of the pieces and
-                # must not depend on the order of the files.
-                if within_line and new_document:
-                    yield Piece('\n', False)
-                within_line = not text.endswith(('\n', '\r'))
-            yield Piece(text, new_document)
+        for piece in self.read_pieces():
+            # A separate piece, since a tokenizer's sample hashes the text of the pieces and must
+            # not depend on the order of the files.
+            if within_line and piece.new_document:
+                yield Piece('\n', False)
+            within_line = not piece.text.endswith(('\n', '\r'))
+            yield piece
 
-    def read_files(self):
-        """Yield (text, whether it begins a document) for all usable files."""
+    def read_pieces(self):
+        """The pieces of all usable files."""
         self._bytes_before = 0
         self.reader.restart()
         self.rows.restart()
@@ -212,7 +241,8 @@ class Files(Source):
         self.files.total = len(self.paths)
         for path, size in zip(self.paths, self.sizes, strict=True):
             try:
-                yield from self.read_file(path, size)
+                for text, new_document in self.read_file(path, size):
+                    yield Piece(text, new_document)
             except Unusable as problem:
                 if path in self.explicit or len(self.paths) == 1:
                     raise UserError(str(problem)) from None
@@ -224,7 +254,7 @@ class Files(Source):
         self.rows.check(self.rows.total)
 
     def read_file(self, path, size):
-        """Yield the same for one file. Raises Unusable."""
+        """Yield (text, whether it begins a document) for one file. Raises Unusable."""
         if extension_of(path) in COMPRESSED:
             raise Unusable(shown(path), 'compressed', ': unpack it first')
         try:
@@ -235,11 +265,13 @@ class Files(Source):
             file_type = file_format(path)
             is_plain = self.encoding == 'utf-8' and not path.name.lower().endswith('.gz')
             head = self._file.peek()
-            if is_plain and file_type != 'parquet' and head.count(0) > MAX_NUL * len(head):
+            is_binary = file_type in ('parquet', 'arrow') or head[:2] in UTF16_MARKS
+            if is_plain and not is_binary and head.count(0) > MAX_NUL * len(head):
                 raise Unusable(shown(path), 'not UTF-8 text',
                                f' (it is full of NUL bytes): {ENCODING_ADVICE}')
             if file_type != 'text':
-                for where, row in read_rows(self._file, self.encoding, self.reader.may_read):
+                for where, row in read_rows(self._file, self.reader, self.encoding,
+                                            self.notes):
                     for text in self.read_row(where, row):
                         yield text, True
                 return
@@ -250,7 +282,7 @@ class Files(Source):
                 if by_line:
                     yield from read_lines(text, self.reader.separators)
                 else:
-                    yield from read_documents(text, self.reader.separators, self.piece_chars)
+                    yield from read_documents(text, self.reader.separators)
 
     def check_readable(self, path):
         """Read a file to its end before any of it is used. Raises Unusable."""
@@ -264,13 +296,6 @@ class Files(Source):
                 self.problems[path] = problem
         if self.problems[path]:
             raise self.problems[path]
-
-    def estimate_rows(self):
-        """The approximate number of rows in all files; 0 if unknown."""
-        position = self.position()
-        if file_format(Path(self._file.name)) == 'parquet':  # is not read in order
-            position = self._bytes_before
-        return int(self.rows.total * self.total / position) if position else 0
 
     def position(self):
         if self._file.closed:
@@ -286,6 +311,9 @@ class Files(Source):
     def report(self):
         for line in self.files.describe():
             print(line)
+        if self.is_continuous and len(self.paths) > 1:
+            print(f'joined {count_of(len(self.paths), "file")} to one text (alternatives: '
+                  '--documents=file, line or paragraph)')
         super().report()
 
 
@@ -293,14 +321,11 @@ class Files(Source):
 # the setting `input` → files
 
 
-def find_files(pattern, extensions=TEXT_EXTENSIONS):
-    """'a.txt,~/notes/,logs/*.gz' → (sorted paths, those that were named one by one). Prints which
-    files of folders and globs are read and which are not. extensions: of the files to read in
+def find_files(names, extensions=TEXT_EXTENSIONS):
+    """['a.txt', '~/notes/', 'logs/*.gz'] → (sorted paths, those that were named one by one). Prints
+    which files of folders and globs are read and which are not. extensions: of the files to read in
     folders. Raises UserError."""
     paths, explicit, skipped = set(), set(), set()
-    names = [pattern]
-    if not os.path.lexists(pattern):
-        names = [name.strip() for name in pattern.split(',') if name.strip()]
     for name in map(os.path.expanduser, names):
         matches = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
         if not matches:
@@ -323,8 +348,8 @@ def find_files(pattern, extensions=TEXT_EXTENSIONS):
     if len(explicit) < len(paths) or skipped:
         report_files(paths, skipped)
     if not paths:
-        raise UserError(f'{shown(pattern)}: no text files found; pass the files with the text, or '
-                        'use a glob such as notes/*.org')
+        raise UserError(f'{shown(", ".join(names))}: no text files found; pass the files with the '
+                        'text, or use a glob such as notes/*.org')
     return sorted(paths), explicit
 
 
@@ -390,7 +415,7 @@ class HubDataset(Source):
     def __init__(self, path, subset, splits, reader, strict=False):
         """path: may end with @REVISION; splits: our name of a split → its name in the dataset"""
         super().__init__(path, reader, strict)
-        self.splits = splits
+        self.splits, self.has_val_split = splits, 'val' in splits
         with needs('datasets', path):
             import datasets
             from huggingface_hub.utils import logging as hub_logging
@@ -398,45 +423,70 @@ class HubDataset(Source):
         datasets.logging.set_verbosity_error()
         hub_logging.set_verbosity_error()
         with explain_hub_errors(self.name):
-            path, _, revision = path.partition('@')
-            if Path(path).is_dir():
-                path = os.path.abspath(path)  # `datasets` does not accept '.'
-            self.builder = datasets.load_dataset_builder(path, subset or None,
-                                                         revision=revision or None)
-            self.streams = {split: self.builder.as_streaming_dataset(hub_split)
-                            for split, hub_split in splits.items()}
+            if is_saved_dataset(path):
+                datasets_of_splits = open_saved_dataset(path, splits)
+                self.total = sum(map(len, datasets_of_splits.values()))
+                self.fingerprint = [rows._fingerprint for rows in datasets_of_splits.values()]
+                self.streams = {split: rows.to_iterable_dataset()
+                                for split, rows in datasets_of_splits.items()}
+            else:
+                self.open_stream(datasets, path, subset)
             for split, rows in self.streams.items():
                 for row in rows.take(1):
                     columns = self.reader.columns(row, f'{self.name}, split {splits[split]}')
                     self.streams[split] = rows.select_columns(columns)
-        infos = self.builder.info.splits or {}
-        self.total = None
-        if all(hub_split in infos for hub_split in splits.values()):
-            self.total = sum(infos[hub_split].num_examples for hub_split in splits.values())
 
-    def pieces(self):
+    def open_stream(self, datasets, path, subset):
+        path, _, revision = path.partition('@')
+        if Path(path).is_dir():
+            path = os.path.abspath(path)  # `datasets` does not accept '.'
+        builder = datasets.load_dataset_builder(path, subset or None, revision=revision or None)
+        self.streams = {split: builder.as_streaming_dataset(hub_split)
+                        for split, hub_split in self.splits.items()}
+        infos = builder.info.splits or {}
+        self.total = None
+        if all(hub_split in infos for hub_split in self.splits.values()):
+            self.total = sum(infos[hub_split].num_examples for hub_split in self.splits.values())
+        self.fingerprint = builder.hash
+
+    def read_pieces(self):
         self._position = 0
         self.reader.restart()
         self.rows.restart()
         with explain_hub_errors(self.name):
             for split, rows in self.streams.items():
-                # Without a validation split, the training split is divided.
-                piece_split = split if 'val' in self.splits else ''
                 for number, row in enumerate(rows, 1):
                     self._position += 1
                     where = f'{self.name}, split {self.splits[split]}, row {number}'
                     for text in self.read_row(where, row):
-                        yield Piece(text, True, piece_split)
+                        yield Piece(text, True, split)
         self.rows.check(self.rows.total)
-
-    def estimate_rows(self):
-        return self.total or 0
 
     def position(self):
         return self._position
 
     def identity(self):
-        return self.builder.hash
+        return self.fingerprint
+
+
+def is_saved_dataset(folder):
+    """Whether a folder was written by save_to_disk of `datasets`."""
+    is_split = all(Path(folder, name).exists() for name in ('dataset_info.json', 'state.json'))
+    return is_split or Path(folder, 'dataset_dict.json').exists()
+
+
+def open_saved_dataset(folder, splits):
+    """A folder written by save_to_disk → {our name of a split: datasets.Dataset}. splits: our name
+    → its name in the folder. Raises UserError."""
+    import datasets
+    saved = datasets.load_from_disk(folder)
+    if not isinstance(saved, dict):  # a single split
+        saved = {splits['train']: saved}
+    for name in splits.values():
+        if name not in saved:
+            raise UserError(f'{shown(folder)}: no split {name!r} among {", ".join(saved)}: choose '
+                            'with --split and --val_split')
+    return {split: saved[name] for split, name in splits.items()}
 
 
 @contextmanager

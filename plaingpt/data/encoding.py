@@ -1,6 +1,5 @@
 """Text of a source → token shards: assigned to splits, encoded by threads, written in order."""
 
-import hashlib
 import json
 import math
 import time
@@ -17,7 +16,8 @@ import numpy as np
 from plaingpt.core.dataset import MASK_SUFFIX, SPLITS
 from plaingpt.data.gigatoken import fast_encode
 from plaingpt.data.shards import ShardWriter, write_meta, write_progress
-from plaingpt.data.tokenizers import is_chat
+from plaingpt.data.splits import assign_splits
+from plaingpt.data.tokenizers import IdsTokenizer, is_chat
 from plaingpt.system.errors import progress_bar
 from plaingpt.system.formatting import count_of, short
 
@@ -38,6 +38,7 @@ class EncodingOptions(NamedTuple):
     shard_tokens: int  # tokens per file
     threads: int
     max_tokens: int  # training tokens; 0: all
+    cut_at_line: bool = True  # of one long text; False: at the character, as nanoGPT does
 
 
 class Encoded(NamedTuple):
@@ -82,7 +83,8 @@ def write_tokens(source, tokenizer, job, options):
 def encode_source(source, encoder, job, options, writers):
     """Write all of a source, or max_tokens of it, and record the progress at each full shard."""
     tokenizer, train, max_tokens = encoder.tokenizer, writers['train'], options.max_tokens
-    pieces = assign_splits(source, options, tokenizer.end_of_text is None)
+    document_end = source.document_end if tokenizer.end_of_text is None else ''
+    pieces = assign_splits(source, options, document_end)
     count = job.progress.get('count', 0)  # pieces that are written
     total, unit = source.total, source.unit
     if max_tokens:
@@ -136,12 +138,13 @@ class TextEncoder:
         documents, sizes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
         remaining = max_train_tokens
         for split, text, new_document in batch:
-            ids, size = self.encode_text(text), utf8_bytes(text)
+            ids = self.encode_text(text)
+            size = 0 if isinstance(self.tokenizer, IdsTokenizer) else utf8_bytes(text)
             prefix = [self.separator] if new_document and self.separator is not None else []
             if split == 'train':
                 remaining -= len(prefix)
                 if len(ids) > remaining:
-                    size -= len(self.tokenizer.decode_bytes(ids[remaining:]))
+                    size -= size and len(self.tokenizer.decode_bytes(ids[remaining:]))
                     ids = ids[:remaining]
                 remaining -= len(ids)
             arrays[split] += [prefix, ids]
@@ -204,88 +207,3 @@ def map_in_order(function, batches, threads):
                 ahead -= characters
         for batch, _, future in pending:
             yield batch, future.result()
-
-
-# -----------------------------------------------------------------------------
-# splits
-
-
-VAL_CHARS = 4_000_000  # about a million tokens: enough for a precise loss on any corpus
-GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: its multiples are spread evenly modulo 2^64
-
-
-def assign_splits(source, options, ends_with_line):
-    """The pieces of a source → (split, text, new_document). ends_with_line: end each document with
-    a line break, for tokenizers without an end-of-text token."""
-    pieces, fraction = source.pieces(), options.val_fraction
-    if source.is_continuous:
-        fraction = min(fraction, options.max_val_chars / max(1, sum(source.file_chars)))
-        return split_by_position(pieces, [int(n * (1 - fraction)) for n in source.file_chars])
-    pieces = split_by_hash(pieces, fraction, options.max_val_chars)
-    return end_with_line_breaks(pieces) if ends_with_line else pieces
-
-
-def split_by_hash(pieces, val_fraction, max_val_chars=math.inf):
-    """Pieces → (split, text, new_document). The hash of a document's first piece selects its split,
-    so adding or removing other documents does not change it. After max_val_chars, all documents go
-    to the training split. The pieces of a long document are divided between both splits: their
-    hashes follow that of the first in steps of the golden ratio."""
-    threshold = math.ceil(val_fraction * 2**64)
-    split, val_chars = None, 0
-    for text, new_document, source_split in pieces:
-        if new_document:
-            # Texts that differ only in trailing white space get the same split. Most files end
-            # with one line break, and are hashed unchanged.
-            data = (text.rstrip() + '\n').encode('utf-8', 'replace')
-            text_hash = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'big')
-        else:
-            text_hash = (text_hash + GOLDEN) % 2**64
-        previous_split = split
-        if source_split:
-            split = source_split
-        elif text_hash < threshold and val_chars < max_val_chars:
-            split = 'val'
-            val_chars += len(text)
-        else:
-            split = 'train'
-        yield split, text, new_document or split != previous_split
-
-
-def split_by_position(pieces, val_starts):
-    """Pieces of the files of one continuous text → (split, text, new_document). The end of each
-    file is held out, so that both splits have text of each kind.
-
-    val_starts: per file, the character where its validation text begins
-    """
-    val_starts, started_splits = iter(val_starts), set()
-    last_train_char = '\n'
-    for text, new_file, _ in pieces:
-        if new_file:
-            val_start, position = next(val_starts), 0
-        boundary = max(val_start - position, 0)
-        for split, part in ('train', text[:boundary]), ('val', text[boundary:]):
-            if not part:
-                continue
-            if split == 'train':
-                if new_file and last_train_char != '\n':
-                    part = '\n' + part
-                last_train_char = part[-1]
-            yield split, part, split not in started_splits
-            started_splits.add(split)
-        position += len(text)
-
-
-def end_with_line_breaks(pieces):
-    """End each document with a line break."""
-    previous = None  # its document may continue
-    for piece in pieces:
-        if previous:
-            yield with_line_break(previous) if piece[2] else previous
-        previous = piece
-    if previous:
-        yield with_line_break(previous)
-
-
-def with_line_break(piece):
-    split, text, new_document = piece
-    return split, text if text.endswith('\n') else text + '\n', new_document

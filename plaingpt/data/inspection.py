@@ -69,7 +69,7 @@ def describe_split(dataset, split):
     if len(stream.files) > 1:
         line += f' to {stream.files[-1].path.name}'
     line += f': {count_of(len(stream), "token")}'
-    if 'bytes' in entry:
+    if entry.get('bytes'):
         line += f', {entry["bytes"] / len(stream):.2f} bytes per token'
     if 'documents' in entry:
         line += f', from {count_of(entry["documents"], "document")}'

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from plaingpt.core.dataset import SPLITS, UNFINISHED, open_dataset
-from plaingpt.core.token_files import check_ids, dtype_name, open_tokens, parse_dtype
+from plaingpt.core.token_files import dtype_name, open_tokens, parse_dtype
 from plaingpt.data.foreign_files import find_token_files, open_foreign
 from plaingpt.data.inspection import print_report
 from plaingpt.data.shards import empty, write_meta
-from plaingpt.data.tokenizers import IdsTokenizer
 from plaingpt.system.errors import UserError, progress_bar
 from plaingpt.system.files import locked
+from plaingpt.system.formatting import command_for, quoted
 
 
 def find_datatrove(folder):
@@ -59,7 +59,7 @@ def link_datatrove(shards, tokenizer, folder, command, val_fraction):
                 path.symlink_to(shard.resolve())
                 file = open_tokens(path, dtype, end - start, offset=start * dtype.itemsize)
                 for first, ids in file.chunks():
-                    check_ids(shard, ids, start + first, tokenizer.vocab_size)
+                    file.check_ids(ids, first, tokenizer.vocab_size)
                     digest.update(ids)
                     entry['documents'] += int(np.count_nonzero(ids == tokenizer.end_of_text))
                     bar.update(len(ids))
@@ -69,38 +69,50 @@ def link_datatrove(shards, tokenizer, folder, command, val_fraction):
     write_meta(folder, dtype, tokenizer, splits, command)
 
 
-def describe_ids(folder, vocab_size, dtype, command):
+def describe_ids(folder, tokenizer, dtype, command):
     """Write the meta.json of the user's own ids in `folder`, and print a report. dtype: of files
-    without a header, or None to detect it. Raises UserError, with nothing written, for other data
-    and for an id beyond the vocabulary."""
+    without a header, or None for uint16. Raises UserError, with nothing written, for other data and
+    for an id beyond the vocabulary."""
+    vocab_size = tokenizer.vocab_size
     paths = {split: find_token_files(folder, split) for split in SPLITS}
     for split in SPLITS:
         if not paths[split]:
             raise UserError(f'{folder}: {split}.bin or {split}.npy is missing; write the ids of '
-                            'this split with numpy')
-    with locked(folder, f'{folder}: another prepare.py is writing there; wait until it has '
-                        'finished'):
-        existing = open_dataset(folder, vocab_size)
-        has_text_tokens = existing.meta and not existing.has_own_ids()
-        if has_text_tokens or (folder / UNFINISHED).exists():
-            raise UserError(f'{folder} holds tokens of text and already describes them: train on '
-                            'it as it is, or put your own ids in another folder')
-        splits = {}
-        for split in SPLITS:
-            files = [open_foreign(path, vocab_size, dtype) for path in paths[split]]
-            splits[split] = {'tokens': sum(file.tokens for file in files),
-                             'files': [describe_file(file, vocab_size) for file in files]}
-        dtype = parse_dtype(splits['train']['files'][0]['dtype'])
-        write_meta(folder, dtype, IdsTokenizer(vocab_size), splits, command)
+                            'this split with numpy, or pass files of rows with input_ids')
+    try:
+        with locked(folder, f'{folder}: another prepare.py is writing there; wait until it has '
+                            'finished'):
+            existing = open_dataset(folder, vocab_size)
+            has_text_tokens = existing.meta and not existing.has_own_ids()
+            if has_text_tokens or (folder / UNFINISHED).exists():
+                raise UserError(f'{folder} holds tokens of text and already describes them: train '
+                                'on it as it is, or put your own ids in another folder')
+            splits = {split: describe_split(paths[split], tokenizer, dtype) for split in SPLITS}
+            dtype = parse_dtype(splits['train']['files'][0]['dtype'])
+            write_meta(folder, dtype, tokenizer, splits, command)
+    except OSError as e:
+        raise UserError(f'{folder} cannot be written ({e.strerror}): its ids need no meta.json if '
+                        f'they are uint16: {command_for("train")} --dataset={quoted(folder)} '
+                        f'--vocab_size={vocab_size}; otherwise copy the folder first') from None
     if existing.has_checksums() and existing.vocab_size != vocab_size:
         print(f'{folder}: changed vocab_size from {existing.vocab_size:,} to {vocab_size:,}')
     print_report(open_dataset(folder))
 
 
-def describe_file(file, vocab_size):
-    """The entry of a TokenFile in meta.json. Raises UserError for an id beyond the vocabulary."""
-    entry = {'name': file.path.name, 'tokens': file.tokens, 'dtype': dtype_name(file.dtype),
-             'sha256': file.checksum(vocab_size)}
-    if file.offset:  # files without an offset are also checked for their size
-        entry['offset'] = file.offset
+def describe_split(paths, tokenizer, dtype):
+    """The entry of a split in meta.json. Raises UserError for an id beyond the vocabulary."""
+    entry = {'tokens': 0, 'files': []}
+    if tokenizer.end_of_text is not None:
+        entry['documents'] = 0
+    for path in paths:
+        file = open_foreign(path, tokenizer.vocab_size, dtype)
+        entry['tokens'] += file.tokens
+        entry['files'].append({'name': path.name, 'tokens': file.tokens,
+                               'dtype': dtype_name(file.dtype),
+                               'sha256': file.checksum(tokenizer.vocab_size)})
+        if file.offset:  # files without an offset are also checked for their size
+            entry['files'][-1]['offset'] = file.offset
+        if 'documents' in entry:
+            entry['documents'] += sum(int(np.count_nonzero(ids == tokenizer.end_of_text))
+                                      for _, ids in file.chunks())
     return entry

@@ -1,4 +1,4 @@
-"""Rows of .jsonl, .json, .csv, .tsv and .parquet files, and their text fields."""
+"""Rows of .jsonl, .json, .csv, .tsv, .parquet and .arrow files, and their text fields."""
 
 import csv
 import json
@@ -10,11 +10,11 @@ from pathlib import Path
 
 from plaingpt.data.text_files import ENCODING_ADVICE, Separators, open_text
 from plaingpt.data.unusable import Unusable
-from plaingpt.system.errors import needs
+from plaingpt.system.errors import UserError, needs
 from plaingpt.system.formatting import command_for, join_surrogates, one_line, shown
 
-FORMATS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'csv',
-           '.parquet': 'parquet'}  # ending → format; all other files are text
+FORMATS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'tsv',
+           '.parquet': 'parquet', '.arrow': 'arrow'}  # ending → format; all other files are text
 DELIMITERS = ',', ';', '\t', '|'  # Excel writes ';' in most of Europe
 NOT_UTF8 = re.compile('[\udc80-\udcff]')  # undecodable bytes, as surrogateescape maps them
 NOT_UTF8_PROBLEM = 'not UTF-8', f': {ENCODING_ADVICE}'  # reason and details of an Unusable
@@ -55,7 +55,7 @@ def list_columns(row):
 
 
 def file_format(path):
-    """'text', 'jsonl', 'json', 'csv' or 'parquet', by the file name."""
+    """'text', or a value of FORMATS, by the file name."""
     return FORMATS.get(extension_of(path), 'text')
 
 
@@ -64,30 +64,70 @@ def extension_of(path):
     return Path(path.name.lower().removesuffix('.gz')).suffix
 
 
-def read_rows(file, encoding='utf-8', is_needed=None):
+def read_rows(file, reader, encoding, notes):
     """Yield ('FILE, line N' or 'FILE, row N', row) from an open file of rows. A row is a JSON
     value, a dict of columns, or an Unusable. Raises Unusable if the file cannot be read.
-    is_needed: column name → whether to read it (Parquet)"""
+    notes: set to which lines for the report are added"""
     file_type, name = file_format(Path(file.name)), shown(file.name)
-    if file_type == 'parquet':
-        yield from parquet_rows(file, name, is_needed)
+    if file_type in ('parquet', 'arrow'):
+        yield from table_rows(file, file_type, name, reader)
         return
     # With surrogateescape, invalid UTF-8 makes only its own row unusable.
     errors = 'surrogateescape' if encoding == 'utf-8' else 'strict'
     with open_text(file, encoding, errors) as text:
-        if file_type == 'csv':
-            yield from csv_rows(text, name)
-        elif file_type == 'json' and text.buffer.peek(1).lstrip()[:1] == b'[':  # one array
-            array = parse_json(text.read(), name)
-            if isinstance(array, Unusable):
-                raise array
-            for number, row in enumerate(array, 1):
-                yield f'{name}, row {number}', row
+        if file_type in ('csv', 'tsv'):
+            delimiters = DELIMITERS if file_type == 'csv' else '\t'
+            yield from csv_rows(text, name, delimiters, reader.by_number)
+        elif file_type == 'json':
+            yield from json_rows(text, name, reader, notes)
         else:
-            for number, line in enumerate(text, 1):
-                if line.strip():
-                    where = f'{name}, line {number}'
-                    yield where, parse_json(line, where)
+            yield from json_lines(text, name)
+
+
+def json_lines(lines, name):
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            where = f'{name}, line {number}'
+            yield where, parse_json(line, where)
+
+
+def json_rows(text, name, reader, notes):
+    """The rows of a .json file: one per line, or those of a list, or of an object that holds one
+    list."""
+    lines, filled = [], []
+    while len(filled) < 2 and (line := text.readline()):
+        lines.append(line)
+        if line.strip():
+            filled.append(line)
+    if len(filled) < 2 or isinstance(parse_json(filled[0], name), Unusable):
+        content = ''.join(lines) + text.read()
+        value = parse_json(content, name)
+        if not isinstance(value, Unusable):
+            for number, row in enumerate(find_list(value, name, reader, notes), 1):
+                yield f'{name}, row {number}', row
+            return
+        if content.lstrip()[:1] == '[':
+            raise value
+        lines = content.split('\n')
+    yield from json_lines(chain(lines, text), name)
+
+
+def find_list(value, name, reader, notes):
+    """The rows in the JSON value of a file. Raises Unusable if it holds several lists."""
+    if isinstance(value, list):
+        return value
+    if not isinstance(value, dict) or reader.is_row(value):
+        return [value]
+    lists = [key for key, rows in value.items() if isinstance(rows, list) and rows]
+    if len(lists) > 1:
+        lists = [key for key in lists if all(isinstance(row, dict) for row in value[key])] or lists
+    if len(lists) > 1:
+        raise Unusable(name, f'holds several lists ({", ".join(map(repr, lists))[:100]})',
+                       ': save each list that you need in its own file')
+    if not lists:
+        return [value]
+    notes.add(f'{name}: read the rows of {lists[0]!r}')
+    return value[lists[0]]
 
 
 def parse_json(text, where):
@@ -100,19 +140,24 @@ def parse_json(text, where):
         return Unusable(where, 'not JSON', f': {one_line(e)}')
 
 
-def csv_rows(text, name):
+def csv_rows(text, name, delimiters, by_number):
+    """The rows of a table with a header; by_number: without one, the columns are '1', '2', …
+    delimiters: of which the first line has the most"""
     csv.field_size_limit(2**31 - 1)
-    header = text.readline()
-    lines_before = 0  # the header
-    declaration = re.fullmatch('sep=(.)\\s*', header)  # Excel may write it as the first line
+    first = text.readline()
+    lines_before = 0  # the first line
+    declaration = re.fullmatch('sep=(.)\\s*', first)  # Excel may write it as the first line
     if declaration:
         delimiter = declaration[1]
-        header = text.readline()
+        first = text.readline()
         lines_before = 1
     else:
-        delimiter = max(DELIMITERS, key=lambda candidate: count_columns(header, candidate))
-    reader = csv.reader(chain([header], text), delimiter=delimiter, strict=True)
-    names = next(reader, [])
+        delimiter = max(delimiters, key=lambda candidate: count_columns(first, candidate))
+    reader = csv.reader(chain([first], text), delimiter=delimiter, strict=True)
+    if by_number:
+        names = [str(number + 1) for number in range(count_columns(first, delimiter))]
+    else:
+        names = next(reader, [])
     duplicates = [column for column, n in Counter(names).items() if n > 1]
     if duplicates:
         raise Unusable(f'{name}, line {lines_before + 1}', f'two columns named {duplicates[0]!r}',
@@ -152,17 +197,28 @@ def count_columns(header, delimiter):
     return len(next(csv.reader([header], delimiter=delimiter), ()))
 
 
-def parquet_rows(file, name, is_needed):
-    with needs('pyarrow', 'a .parquet file'):
+def table_rows(file, file_type, name, reader):
+    """The rows of a Parquet file, or of an Arrow file as `datasets` and pyarrow.ipc write it."""
+    with needs('pyarrow', f'a .{file_type} file'):
         import pyarrow.parquet
     number = 0
     try:
-        table = pyarrow.parquet.ParquetFile(file)
-        columns = None  # all
-        if is_needed:
-            columns = list(filter(is_needed, table.schema_arrow.names)) or None
-        for batch in table.iter_batches(256, columns=columns):
-            for row in batch.to_pylist():
+        if file_type == 'parquet':
+            table = pyarrow.parquet.ParquetFile(file)
+            names = table.schema_arrow.names
+        else:
+            is_file = file.peek(6)[:6] == b'ARROW1'  # otherwise a stream
+            table = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
+            names = table.schema.names
+        columns = list(filter(reader.may_read, names)) or names
+        if file_type == 'parquet':
+            batches = table.iter_batches(256, columns=columns)
+        elif is_file:
+            batches = map(table.get_batch, range(table.num_record_batches))
+        else:
+            batches = table
+        for batch in batches:
+            for row in batch.select(columns).to_pylist():
                 number += 1
                 yield f'{name}, row {number}', row
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as e:
@@ -191,8 +247,18 @@ class TextReader:
     def describe(self):
         return self.separators.describe()
 
+    @property
+    def by_number(self):
+        """Whether --text_field is the number of a column, from 1, of a table without a header."""
+        return self.text_field.isdecimal()
+
     def names(self):
         return [self.text_field] if self.text_field else TEXT_FIELDS
+
+    def is_row(self, value):
+        """Whether a JSON object is a row with text."""
+        name = first_match(self.names(), value)
+        return name is not None and isinstance(value[name], str)
 
     def may_read(self, column):
         """Whether a column may be the one with the text."""
@@ -222,4 +288,51 @@ class TextReader:
                 raise Unusable(where, f'field {name!r} is not text but {type(text).__name__}',
                                f': choose another with {field_advice()}')
         text, _ = join_surrogates(text)  # JSON may contain lone surrogates
-        return [document for document in self.separators.split(text) if document.strip()]
+        documents, _ = self.separators.split(text)
+        return [document for document in documents if document.strip()]
+
+
+@dataclass(frozen=True)
+class IdsReader:
+    """Reads the token ids in a field of a row, a document each, as the text that an IdsTokenizer
+    encodes."""
+
+    tokenizer: object
+    text_field: str
+    by_number = False
+
+    def restart(self):
+        pass
+
+    def describe(self):
+        return ()
+
+    def may_read(self, column):
+        return match_name(self.text_field, [column]) is not None
+
+    def columns(self, row, where):
+        return [name for name in row if self.may_read(name)] or list(row)
+
+    def is_row(self, value):
+        return any(map(self.may_read, value))
+
+    def texts(self, row, where):
+        """[the ids], [] if there are none but end of text. Raises Unusable, and UserError for an id
+        beyond the vocabulary."""
+        name = match_name(self.text_field, row if isinstance(row, dict) else ())
+        if name is None:
+            raise Unusable(where, f'no field {self.text_field!r}', f' among {list_columns(row)}: '
+                           'choose one with --text_field')
+        ids, end_of_text = row[name], self.tokenizer.end_of_text
+        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+            raise Unusable(where, f'field {name!r} is not a list of integers')
+        if ids and not 0 <= min(ids) <= max(ids) < self.tokenizer.vocab_size:
+            raise UserError(f'{where}: ids from {min(ids)} to {max(ids)}, but vocab_size is '
+                            f'{self.tokenizer.vocab_size}: set another --vocab_size')
+        documents = [[]]
+        for i in ids:
+            if i == end_of_text:
+                documents.append([])
+            else:
+                documents[-1].append(i)
+        return [','.join(map(str, document)) for document in documents if document]

@@ -189,7 +189,7 @@ def is_up_to_date(folder, command, overwrite):
         if not own_ids:
             hint += f', or replace the files of {folder} with --overwrite'
         raise UserError(f'{problem}; or {hint}') from None
-    if existing.get('corpus') == 'ids':
+    if existing.get('corpus') == 'ids' and 'identity' not in existing:  # not made from rows
         raise UserError(f'{folder} holds your own ids, which prepare.py does not replace; choose '
                         'another folder with --data_dir')
     differences = [f'{key} {existing.get(key, "none")}, not {command.get(key, "none")}'

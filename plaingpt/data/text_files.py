@@ -1,4 +1,4 @@
-"""Text files → documents: one per file, or several separated by end-of-text tokens."""
+"""Text files → documents: files, lines or paragraphs, also separated by end-of-text tokens."""
 
 import gzip
 import io
@@ -7,35 +7,35 @@ import zlib
 from contextlib import contextmanager
 
 from plaingpt.data.unusable import Unusable
-from plaingpt.system.formatting import count_of, one_line, shown
+from plaingpt.system.formatting import one_line, shown
 
 BLOCK_CHARS = 2**20  # per read
 PIECE_CHARS = 2**18  # longer documents are yielded in pieces
-
+MARGIN = 160  # unread text may complete a separator at the end of what was read
 END_OF_TEXT = '<|endoftext|>', '<|end_of_text|>', '</s>'  # common spellings
-WINDOW = 80  # characters of the line to examine on either side of a token
-MARGIN = 2 * WINDOW  # unread text may decide whether a token near the end is a separator
-# White space, quotes or brackets around a token suggest that the line mentions it. A separator
-# touches the end of one document and the beginning of the next.
-MENTION_BEFORE = re.compile(r'''(\s|[(\[{<=,]|(^|[\s(\[{=,:+])["'`])$''')
-MENTION_AFTER = re.compile(r'''\s|[)\]}>,;:=]|["'`]($|[\s)\]},;:.+])''')
-LINE_BREAKS = re.compile(r'[ \t\r]*\n[\r\n]*')
-
-
+START_OF_TEXT = '<|startoftext|>'  # GPT-2 fine-tuning data has it in front of documents
+UTF16_MARKS = b'\xff\xfe', b'\xfe\xff'  # byte order marks
+BLANK_LINE = r'\n[^\S\n]*\n'
+WHITE_SPACE = re.compile(r'\s*')
+BLANK_LINES = re.compile(r'(?:[^\S\n]*\n)*')
 ENCODING_ADVICE = 'save it as UTF-8, or if all files have another encoding, name it, such as ' \
     '--encoding=latin-1, cp1252 or utf-16'
 
 
 @contextmanager
 def open_text(file, encoding='utf-8', errors='strict', advice=ENCODING_ADVICE):
-    r"""Context manager: an open binary file → its text, decompressed if it is a .gz. Only \n ends
-    a line, and line endings are not changed. Raises Unusable, also where reading fails later.
+    r"""Context manager: an open binary file → its text, decompressed if it is a .gz. A byte order
+    mark says that it is UTF-8 or UTF-16. Only \n ends a line, and line endings are not changed.
+    Raises Unusable, also where reading fails later.
     advice: what to do about a file in another encoding"""
-    codec = 'utf-8-sig' if encoding == 'utf-8' else encoding  # skips a byte order mark
     try:
         data = gzip.open(file) if file.name.lower().endswith('.gz') else file
         with data:
-            yield io.TextIOWrapper(data, codec, errors, newline='\n')
+            if encoding == 'utf-8':
+                encoding = 'utf-8-sig'  # skips a byte order mark
+                if data.peek(2)[:2] in UTF16_MARKS:
+                    encoding, errors = 'utf-16', 'strict'
+            yield io.TextIOWrapper(data, encoding, errors, newline='\n')
     except UnicodeError as e:
         raise Unusable(shown(file.name), f'not {encoding.upper()}',
                        f' ({e}): {advice}') from None
@@ -76,13 +76,14 @@ def split_into_pieces(text, piece_chars, margin=0):
 
 def read_documents(text, separators, piece_chars=PIECE_CHARS):
     """Yield (text, whether it begins a document) from an open text file: one document, or several
-    separated by end-of-text tokens. Blank documents are skipped, long ones yielded in pieces."""
-    remainder, is_new = '', True
+    where there are separators. Blank documents are skipped, long ones yielded in pieces."""
+    remainder, is_new, separator = '', True, ''
     while True:
         block = text.read(BLOCK_CHARS)
-        *complete, remainder = separators.split(remainder + block, is_last=not block)
+        documents, separator = separators.split(remainder + block, separator if is_new else '')
+        *complete, remainder = documents
         if not block:
-            complete.append(remainder)
+            complete.append(separators.trim_end(remainder))
         for document in complete:
             if not (is_new and document.isspace()):
                 pieces, last = split_into_pieces(document, piece_chars)
@@ -103,84 +104,74 @@ def read_documents(text, separators, piece_chars=PIECE_CHARS):
 def read_lines(text, separators):
     """The same with one document per line."""
     for line in text:
-        if line.strip() and not separators.matches_line(line):
-            yield line.rstrip('\r\n'), True
+        for document in separators.split(line.rstrip('\r\n'))[0]:
+            if document.strip():
+                yield document, True
 
 
 # -----------------------------------------------------------------------------
-# end-of-text tokens in text
+# separators of documents
 
 
 class Separators:
-    """Splits text at end-of-text tokens that are spelled out, as between the stories of
-    TinyStories: alone on a line, or between two documents. Within a sentence or in quotes they stay
-    text. count: separators since restart()"""
+    """Splits text at end-of-text tokens that are spelled out, and with `paragraphs` at blank lines.
+    White space around a token, and blank lines, belong to no document.
 
-    def __init__(self, tokens=END_OF_TEXT[:1]):
-        self.tokens = tokens
-        self.pattern = re.compile('|'.join(map(re.escape, tokens)))
+    counts: {token: number since restart()}
+    """
+
+    def __init__(self, tokens=(*END_OF_TEXT[:1], START_OF_TEXT), paragraphs=False):
+        self.tokens, self.paragraphs = tokens, paragraphs
+        alternatives = [*map(re.escape, tokens), *([BLANK_LINE] if paragraphs else [])]
+        self.pattern = re.compile('|'.join(alternatives) or '(?!)')  # '(?!)' never matches
         self.restart()
 
     def restart(self):
-        self.count, self.mentions = 0, False
+        self.counts = dict.fromkeys(self.tokens, 0)
 
-    def split(self, text, is_last=True):
-        """A text → its documents, at least one. is_last: False if more text follows, so that a
-        token near the end cannot be classified yet"""
-        if not any(token in text for token in self.tokens):
-            return [text]
-        documents, document_start = [], 0
-        for token in self.pattern.finditer(text):
-            start, end = token.span()
-            if not is_last and end + WINDOW > len(text):
-                break
-            before = text[max(document_start, start - WINDOW):start].rpartition('\n')[2]
-            after = text[end:end + WINDOW].partition('\n')[0]
-            if not before.strip() and not after.strip():  # alone on its line
-                start -= len(before)
-            elif is_mention(before, after):
-                self.mentions = True
-                continue
-            self.count += 1
-            documents.append(text[document_start:start])
-            line_breaks = LINE_BREAKS.match(text, end)
-            document_start = line_breaks.end() if line_breaks else end
-        return [*documents, text[document_start:]]
+    @property
+    def count(self):
+        return sum(self.counts.values())
 
-    def matches_line(self, line):
-        """Whether a line consists of a token only, which is counted."""
-        if line.strip() not in self.tokens:
-            return False
-        self.count += 1
-        return True
+    def split(self, text, separator=''):
+        """A text → (its documents, of which the last may continue; the separator before the last).
+        separator: the one in front of the text, '' if none"""
+        documents, start = [], self.skip(separator, text, 0)
+        if self.paragraphs or any(token in text for token in self.tokens):
+            for match in self.pattern.finditer(text):
+                if match.start() < start:  # a blank line after a token
+                    continue
+                documents.append(text[start:match.start()].rstrip())
+                separator = match[0]
+                if separator in self.counts:
+                    self.counts[separator] += 1
+                start = self.skip(separator, text, match.end())
+        return [*documents, text[start:]], separator
+
+    def skip(self, separator, text, start):
+        """The index in `text` where a document begins after a separator."""
+        if not separator:
+            return start
+        white_space = WHITE_SPACE if separator in self.counts else BLANK_LINES
+        return white_space.match(text, start).end()
+
+    def trim_end(self, text):
+        """The last document of a file: without its last line break if it is a paragraph."""
+        return text.rstrip() if self.paragraphs else text
 
     def describe(self):
-        """Lines on what was done with the tokens, if there are any."""
-        tokens = ' or '.join(self.tokens)
-        if self.count:
-            yield f'split documents at {count_of(self.count, "occurrence")} of {tokens}'
-        if self.mentions:
-            yield f'kept {tokens} within a line as text; alone on a line it separates documents'
+        """A line on the tokens in the text, if there are any."""
+        counts = [f'{n:,} {token}' for token, n in self.counts.items() if n]
+        if counts:
+            yield f'split documents at {" and ".join(counts)} (--separators=False keeps them as ' \
+                'text)'
 
 
-def is_mention(before, after):
-    """Whether the text on either side of a token in its line, at most WINDOW characters each,
-    mentions the token."""
-    # After an odd number of quotes, the token is quoted. In a long line only backticks are counted.
-    in_backticks = before.count('`') % 2 == 1
-    in_quotes = len(before) < WINDOW and before.count('"') % 2 == 1
-    if in_backticks or in_quotes:
-        return True
-    if before.strip() and MENTION_BEFORE.search(before):
-        return True
-    return bool(after.strip() and MENTION_AFTER.match(after))
-
-
-def separators_for(tokenizer):
+def separators_for(tokenizer, paragraphs=False):
     """The Separators for a tokenizer, or for one to be trained (None)."""
-    tokens = set(END_OF_TEXT[:1])
+    tokens = {END_OF_TEXT[0], START_OF_TEXT}
     if tokenizer is not None and tokenizer.end_of_text is not None:
         names = getattr(tokenizer, 'control_tokens', {})  # a pretrained model's
         tokens |= {name for name, i in names.items()
                    if name in END_OF_TEXT or i == tokenizer.end_of_text}
-    return Separators(sorted(tokens))
+    return Separators(tuple(sorted(tokens)), paragraphs)

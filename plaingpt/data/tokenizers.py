@@ -157,10 +157,12 @@ class ByteTokenizer(Tokenizer):
 
 
 class IdsTokenizer(Tokenizer):
-    """The user's own ids. Only vocab_size is known, so text is a list of ids."""
+    """The user's own ids. Text is a list of ids. end_of_text: the id that separates documents, or
+    None"""
 
-    def __init__(self, vocab_size):
-        self.vocab_size = vocab_size
+    def __init__(self, vocab_size, end_of_text=None):
+        self.vocab_size, self.end_of_text = vocab_size, end_of_text
+        self.special_ids = self.stop_ids = frozenset({end_of_text} - {None})
 
     def encode(self, text):
         """'IDS:1,2,3' → [1, 2, 3], blank text → [0]. Raises UserError."""
@@ -178,7 +180,10 @@ class IdsTokenizer(Tokenizer):
         return ''.join(f',{i}' for i in ids).encode()
 
     def to_json(self):
-        return {'kind': 'ids', 'vocab_size': self.vocab_size}
+        description = {'kind': 'ids', 'vocab_size': self.vocab_size}
+        if self.end_of_text is not None:
+            description['end_of_text'] = self.end_of_text
+        return description
 
 
 class BytePairTokenizer(Tokenizer):
@@ -258,7 +263,7 @@ def from_json(description):
             case 'byte':
                 return ByteTokenizer()
             case 'ids':
-                return IdsTokenizer(description['vocab_size'])
+                return IdsTokenizer(description['vocab_size'], description.get('end_of_text'))
             case 'gpt2':
                 return GPT2Tokenizer()
             case 'bpe':

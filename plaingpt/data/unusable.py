@@ -6,7 +6,7 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import count_of
 
 MAX_UNUSABLE = 0.01  # fraction of the files or rows; beyond it, something else is wrong
-EARLY_STOP = 1000  # unusable rows after which a pass may stop early
+EARLY_STOP = 1000  # rows after which a pass ends if all of them are unusable
 MAX_EXAMPLES = 3  # listed per reason
 
 
@@ -29,18 +29,16 @@ class Tally:
     def restart(self):
         self.total, self.counts, self.examples = 0, Counter(), {}
 
-    def skip(self, problem, estimated_total=0):
-        """Count an Unusable. estimated_total: of all files or rows, 0 if unknown. Raises UserError
-        once too many are certain to be unusable."""
+    def skip(self, problem):
+        """Count an Unusable. Raises UserError if nothing else has come so far."""
         if self.strict:
             raise problem
         self.counts[problem.reason] += 1
         examples = self.examples.setdefault(problem.reason, [])
         if len(examples) < MAX_EXAMPLES:
             examples.append(problem)
-        count = self.counts.total()
-        if count >= EARLY_STOP and (estimated_total or count == self.total):
-            self.check(max(estimated_total, self.total))
+        if EARLY_STOP <= self.total == self.counts.total():
+            self.check(self.total)
 
     def check(self, total):
         """Raises UserError if more than 1% of `total` are unusable."""

@@ -10,6 +10,7 @@ import prepare
 from plaingpt.core.dataset import open_dataset
 from plaingpt.data.corpora import CORPORA, Corpus
 from plaingpt.data.documents import find_files
+from prepare import PrepareConfig
 
 TEXTS = ['a.txt', 'b.md', 'UPPER.TXT', 'code.Py', 'sub/c.txt', 'sub/deep/d.rst', 'with space.txt',
          'comma,name.txt', 'br[1].txt', 'new\nline.txt', 'noending', 'e.log', 'pics/x.png',
@@ -48,8 +49,23 @@ READ = [
 
 @pytest.mark.parametrize(('wanted', 'names'), READ, ids=range(len(READ)))
 def test_input_names_the_files_that_are_read(wanted, names, tree):
-    paths, _ = find_files(wanted)
+    paths, _ = find_files(PrepareConfig(input=wanted).inputs())
     assert [str(path) for path in paths] == [name.replace('{root}', str(tree)) for name in names]
+
+
+def test_an_argument_is_one_path_whatever_its_name(tree, tmp_path):
+    names = ['comma,name.txt', 'with space.txt', 'a.txt']
+    prepare.main(['text', *names, '--tokenizer=char', '--documents=line',
+                  f'--data_dir={tmp_path}/d'])
+    text = ''.join(dataset_text(tmp_path / 'd', split) for split in ('train', 'val'))
+    assert sorted(text.splitlines()) == sorted(20 * [f'{name!a} says this' for name in names])
+    prepare.main(['text', 'c*,n*.txt', '--tokenizer=char', f'--data_dir={tmp_path}/e'])
+    assert dataset_text(tmp_path / 'e', 'train').startswith("'comma,name.txt' says this\n")
+
+
+def dataset_text(folder, split):
+    dataset = open_dataset(folder)
+    return dataset.tokenizer().decode(dataset.split(split).read(0, 10**6))
 
 
 @pytest.mark.parametrize('wanted', ['a.txt,missing.txt', '*.rst', 'empty', 'unknown', 'pipe.txt'])

@@ -17,7 +17,6 @@ from corpus_files import (
     killed,
     prepared,
     split_bytes,
-    write_files,
     write_rows,
 )
 
@@ -99,18 +98,6 @@ def test_threads_that_are_killed_write_the_same_bytes(kind, options, small_batch
     prepare.main(argv)
     assert 'resuming' in capsys.readouterr().out
     assert contents(Path('whole')) == contents(Path('killed'))
-
-
-# -----------------------------------------------------------------------------
-# text
-
-
-def test_each_of_a_few_files_gives_its_end_for_validation(tmp_path):
-    folder = write_files(tmp_path / 'in', 'a' * 1000, 'b' * 498 + '\r\n', ' \n', 'c' * 10)
-    prepare.main(['text', str(folder), '--tokenizer=byte', f'--data_dir={tmp_path}/d'])
-    train, val = (split_bytes(tmp_path / 'd', split).decode() for split in ('train', 'val'))
-    assert train == '\n'.join(['a' * 900, 'b' * 450, 'c' * 9])
-    assert val == 'a' * 100 + '\n' + 'b' * 48 + '\r\n' + 'c'
 
 
 # -----------------------------------------------------------------------------

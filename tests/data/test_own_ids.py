@@ -1,11 +1,12 @@
-"""Ids of one's own, as numpy writes them: the dtype they are read with, and prepare.py ids."""
+"""Ids of one's own: the dtype of bare files, prepare.py ids, documents, rows of ids."""
 
+import json
 import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from corpus_files import contents
+from corpus_files import contents, write_parquet
 from processes import fails
 from runs import lines
 
@@ -13,14 +14,14 @@ import prepare
 import sample
 import train
 from plaingpt.core.dataset import open_data, open_dataset
+from plaingpt.data import shards
 from plaingpt.data.foreign_files import open_foreign
 from plaingpt.data.tokenizers import IdsTokenizer
 from plaingpt.system.distributed import World
 from plaingpt.system.errors import UserError
 
-WIDTHS = ['<i8', '>i8', '<u4', '>u4', '<i4', '<u2', '>u2']
-RANDOM = np.random.default_rng(0)
-MOVES = RANDOM.integers(0, 1500, 4000)
+WIDTHS = ['<i8', '>i8', '<u4', '<i4', '<u2', '>u2']
+MOVES = np.random.default_rng(0).integers(0, 1500, 4000)
 
 
 def write_ids(folder, ids, *dtypes):
@@ -32,66 +33,57 @@ def write_ids(folder, ids, *dtypes):
     return folder
 
 
-def reads_back(path, ids, dtype, vocab_size):
-    ids.astype(dtype).tofile(path)
-    file = open_foreign(path, vocab_size)
-    return file.tokens == len(ids) and np.array_equal(file.read(0, file.tokens), ids)
-
-
 # -----------------------------------------------------------------------------
 # the dtype
 
 
-# a vocabulary, and ids that do not use all of it
-VOCABULARIES = [
-    (1500, MOVES), (1500, np.minimum(RANDOM.zipf(1.3, 4000), 1499)), (4, MOVES % 4),
-    (2, MOVES % 2), (65, MOVES[:40] % 65), (256, MOVES % 256), (50257, MOVES), (50257, MOVES % 65)]
-
-
 @pytest.mark.parametrize('dtype', WIDTHS)
-def test_ids_are_read_with_the_dtype_they_were_written_with(dtype, tmp_path):
-    for vocab_size, ids in VOCABULARIES:
-        assert reads_back(tmp_path / 'ids.bin', ids, dtype, vocab_size), (vocab_size, ids.max())
+def test_the_dtype_of_a_bare_file_is_uint16_or_named(dtype, tmp_path, capsys, monkeypatch):
+    folder = write_ids(tmp_path / 'ids', MOVES, dtype)
+    if dtype != '<u2':
+        for run, argv in ((prepare.main, ['ids', folder]),
+                          (train.main, [f'--dataset={folder}', f'--out_dir={tmp_path}/out'])):
+            line = fails(capsys, monkeypatch, run, *argv, '--vocab_size=1500')
+            assert f'{folder}/train.bin' in line
+            assert '--dtype' in line
+            if dtype in ('<i8', '<u4', '<u2'):  # the first ids, read right
+                assert ', '.join(map(str, MOVES[:6])) in line
+    named = [] if dtype == '<u2' else [f'--dtype={dtype}']
+    prepare.main(['ids', str(folder), '--vocab_size=1500', *named])
+    assert np.array_equal(open_dataset(folder).split('train').read(0, 9999), MOVES[:3600])
 
 
-@pytest.mark.parametrize('dtype', ['<i8', '>i8', '<u4', '>u4'])
-@pytest.mark.parametrize('largest', [30_000, 65_540, 100_000])
-def test_a_vocabulary_beyond_uint16_needs_no_large_id_to_be_read_right(dtype, largest, tmp_path):
-    assert reads_back(tmp_path / 'ids.bin', RANDOM.integers(0, largest, 3001), dtype, 100_000)
+@pytest.mark.parametrize('vocab_size', [1500, 50257, 100_000])
+@pytest.mark.parametrize('write', [
+    lambda ids: ids.astype('<u4'), lambda ids: ids.astype('<i8'), lambda ids: ids.astype('>u4'),
+    lambda ids: np.frombuffer(' '.join(map(str, ids)).encode(), 'u1'),
+    lambda ids: np.frombuffer('\n'.join(map(str, ids)).encode(), 'u1')])
+def test_what_is_not_uint16_is_never_read_as_such(write, vocab_size, tmp_path):
+    write(MOVES).tofile(tmp_path / 'ids.bin')
+    with pytest.raises(UserError, match=r'ids\.bin.*--dtype'):
+        open_foreign(tmp_path / 'ids.bin', vocab_size)
 
 
-def test_ids_of_one_byte_are_read_as_such(tmp_path):
-    for vocab_size, largest in ((256, 256), (4, 4), (65, 65), (257, 256), (1500, 128)):
-        for size in (400, 4001):
-            ids = RANDOM.integers(0, largest, size)
-            assert reads_back(tmp_path / 'ids.bin', ids, 'u1', vocab_size)
+@pytest.mark.parametrize('dtype', ['<f4', '<f8', 'u1'])
+def test_what_exceeds_the_vocabulary_as_uint16_is_shown_in_other_dtypes(dtype, tmp_path):
+    (MOVES % 256).astype(dtype).tofile(tmp_path / 'ids.bin')
+    with pytest.raises(UserError, match=r'ids\.bin.*--dtype'):
+        open_foreign(tmp_path / 'ids.bin', 256).verify(256)
 
 
-@pytest.mark.parametrize(('dtype', 'wrong'), [
-    *((dtype, 1499) for dtype in WIDTHS), *((dtype, -1) for dtype in WIDTHS if 'i' in dtype)])
-def test_an_id_outside_the_vocabulary_is_named_with_its_place(dtype, wrong, tmp_path):
+@pytest.mark.parametrize('ids', [np.zeros(100), np.arange(100) % 2 * 0 + 7, [1, 0, 0, 2], MOVES])
+def test_ids_in_uint16_need_no_dtype(ids, tmp_path):
+    np.array(ids).astype('<u2').tofile(tmp_path / 'ids.bin')
+    assert open_foreign(tmp_path / 'ids.bin', 1500).tokens == len(ids)
+
+
+@pytest.mark.parametrize('wrong', [1499, -1])
+def test_an_id_outside_the_vocabulary_is_named_with_its_place(wrong, tmp_path):
     ids = MOVES % 1400
     ids[1000] = wrong
-    ids.astype(dtype).tofile(tmp_path / 'ids.bin')
-    with pytest.raises(UserError, match=rf'1,000.* {wrong}.*--vocab_size'):
+    ids.astype('<u2').tofile(tmp_path / 'ids.bin')
+    with pytest.raises(UserError, match=rf'1,000.* {wrong % 2**16}.*--vocab_size.*--dtype'):
         open_foreign(tmp_path / 'ids.bin', 1400).verify(1400)
-
-
-@pytest.mark.parametrize('dtype', WIDTHS)
-def test_too_small_a_vocabulary_never_changes_the_width_without_an_error(dtype, tmp_path):
-    MOVES.astype(dtype).tofile(tmp_path / 'ids.bin')
-    for vocab_size in (100, 256, 257, 1000):
-        with pytest.raises(UserError, match='--vocab_size'):
-            open_foreign(tmp_path / 'ids.bin', vocab_size).verify(vocab_size)
-
-
-@pytest.mark.parametrize('dtype', ['<f4', '<f8'])
-@pytest.mark.parametrize('vocab_size', [1500, 50257])
-def test_floats_are_refused_by_name(dtype, vocab_size, tmp_path):
-    for numbers in (MOVES, RANDOM.normal(size=4000)):
-        numbers.astype(dtype).tofile(tmp_path / 'ids.bin')
-        with pytest.raises(UserError, match=rf'ids\.bin.*float{8 * int(dtype[2])}'):
-            open_foreign(tmp_path / 'ids.bin', vocab_size)
 
 
 @pytest.mark.parametrize('data', [b'', b'\1', MOVES.astype('<u2').tobytes() + b'\1'])
@@ -138,7 +130,7 @@ def folder(tmp_path):
 
 
 def test_described_ids_need_no_vocab_size_again(tiny, tmp_path):
-    folder = write_ids(tmp_path / 'ids', MOVES, '<i8', '>u2')
+    folder = write_ids(tmp_path / 'ids', MOVES, '<u2')
     before = contents(folder)
     train.main([*tiny, f'--dataset={folder}', '--vocab_size=1500', '--max_iters=3'])
     prepare.main(['ids', str(folder), '--vocab_size=1500'])
@@ -153,6 +145,77 @@ def test_a_dtype_that_is_named_is_taken(tmp_path):
     folder = write_ids(tmp_path / 'ids', rests, '<u2')
     prepare.main(['ids', str(folder), '--vocab_size=1500', '--dtype=uint16'])
     assert np.array_equal(open_dataset(folder).split('train').read(0, 9999), rests[:3600])
+
+
+def test_a_folder_that_cannot_be_written_is_trained_on_with_vocab_size(
+        folder, tiny, capsys, monkeypatch):
+    before, write = contents(folder), shards.write_json
+
+    def refuse(path, value):
+        if path.parent == folder:
+            raise OSError(30, 'Read-only file system')
+        write(path, value)
+
+    monkeypatch.setattr(shards, 'write_json', refuse)
+    line = fails(capsys, monkeypatch, prepare.main, 'ids', folder, '--vocab_size=1500')
+    assert f'--dataset={folder} --vocab_size=1500' in line
+    assert contents(folder) == before
+    train.main([*tiny, f'--dataset={folder}', '--vocab_size=1500', '--max_iters=1'])
+
+
+# -----------------------------------------------------------------------------
+# documents
+
+
+DOCUMENTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]] * 30
+
+
+def test_an_end_of_text_id_marks_documents(tmp_path):
+    ids = np.concatenate([[2, *document] for document in DOCUMENTS])
+    folder = write_ids(tmp_path / 'ids', ids, '<u2')
+    prepare.main(['ids', str(folder), '--vocab_size=20', '--end_of_text=2'])
+    dataset = open_dataset(folder)
+    tokenizer = dataset.tokenizer()
+    assert (tokenizer.end_of_text, tokenizer.stop_ids) == (2, {2})
+    assert sum(dataset.split_entry(split)['documents'] for split in ('train', 'val')) == 90
+
+
+@pytest.mark.parametrize('ending', ['jsonl', 'json', 'parquet'])
+@pytest.mark.parametrize(('options', 'separator'), [([], []), (['--end_of_text=2'], [2])])
+def test_rows_of_ids_are_documents(ending, options, separator, tmp_path):
+    rows = [[2, *document] if i % 3 else [*document, 2] for i, document in enumerate(DOCUMENTS)]
+    path = tmp_path / f'rows.{ending}'
+    if ending == 'parquet':
+        write_parquet(path, rows, 'input_ids', {'labels': rows})
+    elif ending == 'jsonl':
+        path.write_text(''.join(json.dumps({'input_ids': row}) + '\n' for row in rows))
+    else:
+        path.write_text(json.dumps({'version': 1, 'rows': [{'input_ids': row} for row in rows]}))
+    argv = ['ids', str(path), '--vocab_size=20', f'--data_dir={tmp_path}/d', *options]
+    prepare.main(argv)
+    prepare.main(argv)  # up to date
+    train_ids, val_ids = (open_dataset(tmp_path / 'd').split(split).read(0, 999).tolist()
+                          for split in ('train', 'val'))
+    documents = DOCUMENTS if separator else rows
+    assert len(train_ids + val_ids) == sum(len(separator) + len(row) for row in documents)
+    assert val_ids[:len(separator)] == separator
+    assert set(train_ids + val_ids) == set(range(5, 14)) | {2}
+    assert 'bytes' not in open_dataset(tmp_path / 'd').split_entry('val') \
+        or not open_dataset(tmp_path / 'd').bytes_per_token('val')
+
+
+@pytest.mark.parametrize(('row', 'word'), [
+    ({'input_ids': [1, 20]}, '--vocab_size'), ({'input_ids': [-1]}, '--vocab_size'),
+    ({'tokens': [1]}, '--text_field'), ({'input_ids': '1 2'}, 'input_ids')])
+def test_rows_that_are_not_ids_are_refused_with_their_place(
+        row, word, tmp_path, capsys, monkeypatch):
+    path = tmp_path / 'rows.jsonl'
+    path.write_text(json.dumps(row) + '\n')
+    line = fails(capsys, monkeypatch, prepare.main, 'ids', path, '--vocab_size=20',
+                 f'--data_dir={tmp_path}/d')
+    assert f'{path}, line 1' in line
+    assert word in line
+    assert not (tmp_path / 'd').exists()
 
 
 @pytest.mark.parametrize(('options', 'word'), [

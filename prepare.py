@@ -26,8 +26,9 @@ from plaingpt.data import pretokenized, tokenizers
 from plaingpt.data.chat_tokenizer import ChatTokenizer, plain_template
 from plaingpt.data.conversations import ConversationReader
 from plaingpt.data.corpora import CORPORA, OPTIONS, corpus_table, describe_corpus
-from plaingpt.data.documents import open_source, search
+from plaingpt.data.documents import open_source
 from plaingpt.data.encoding import EncodingOptions, Job, write_tokens
+from plaingpt.data.input_files import search
 from plaingpt.data.inspection import inspect
 from plaingpt.data.rows import IdsReader, TextReader, file_format
 from plaingpt.data.shards import read_progress, write_dataset

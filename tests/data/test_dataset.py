@@ -82,7 +82,7 @@ def test_a_meta_json_of_a_newer_version_is_refused_by_what_is_new(change, own_da
 
 @pytest.mark.parametrize('place', [0, 5_000, 5_999])
 def test_an_id_beyond_the_vocabulary_is_named_with_its_place(place, tmp_path):
-    ids = np.zeros(6_000, '<u2')
+    ids = np.ones(6_000, '<u2')
     ids[place] = 60_000
     stream = open_dataset(bare(tmp_path / 'd', ids)).split('val')
     for read in stream.verify, lambda: stream.read(0, 6_000):

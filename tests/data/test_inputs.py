@@ -9,7 +9,7 @@ import pytest
 import prepare
 from plaingpt.core.dataset import open_dataset
 from plaingpt.data.corpora import CORPORA, Corpus
-from plaingpt.data.documents import find_files
+from plaingpt.data.input_files import find_files
 from prepare import PrepareConfig
 
 TEXTS = ['a.txt', 'b.md', 'UPPER.TXT', 'code.Py', 'sub/c.txt', 'sub/deep/d.rst', 'with space.txt',

@@ -27,12 +27,10 @@ from plaingpt.core.batches import BatchLoader
 from plaingpt.core.dataset import open_dataset_spec
 from plaingpt.core.evaluation import mean_loss
 from plaingpt.core.loss import loss_in_chunks
-from plaingpt.data.overlap import describe_share, share_trained_on, windows_of
 from plaingpt.data.text_files import read_text
 from plaingpt.data.tokenizers import IdsTokenizer, token_bytes, vocabulary_of
 from plaingpt.inference import lm_eval_model
 from plaingpt.inference.open_weights import ModelChoice, load
-from plaingpt.monitoring.trained_on import trained_on
 from plaingpt.system.devices import autocast, choose_device, choose_dtype
 from plaingpt.system.distributed import gloo_group, launched_world, print0, process_group
 from plaingpt.system.errors import UserError, run_script
@@ -76,8 +74,6 @@ class EvaluateConfig(ModelChoice):
 class TextStream:
     """A text file as a token stream. It starts with the end-of-text token, if the tokenizer has
     one, so that the first token of the text is scored too."""
-
-    loss_mask = None  # every token is scored
 
     def __init__(self, path, tokenizer):
         start = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
@@ -166,23 +162,6 @@ def scored_splits(task, config, loaded, settings):
         yield ScoredText(name, label, loader, part.token_bytes(task))
 
 
-def compare_with_training(task, stream, config, weights):
-    """Print how much of a text was in the training data → {'in_train': the share}. {} if that is
-    not known, and for the dataset of the run itself, whose splits prepare.py has compared."""
-    if config.tokenizer != 'auto':
-        return {}
-    own_dataset = weights.state.get('config', {}).get('dataset')
-    if task != 'text' and config.dataset in ('', own_dataset) \
-            and open_dataset_spec(own_dataset).identity('train') == weights.state['data']:
-        return {}
-    sketches = trained_on(weights)
-    if not sketches:
-        return {}
-    share = share_trained_on(*windows_of(stream), sketches)
-    print0('  ' + describe_share(share, 'this text', f'the training text of {weights.source}'))
-    return {} if share is None else {'in_train': share}
-
-
 class SequenceLosses(torch.nn.Module):
     """Wraps a GPT for mean_loss: returns the loss of each sequence of a batch."""
 
@@ -232,15 +211,12 @@ def check_attention_is_causal(model, context):
 
 def score_builtin(task, config, loaded, context, settings):
     """Score val, train or text → the scores, of a mixture {corpus: its scores}."""
-    model, tokenizer, weights = loaded
+    model, tokenizer, _ = loaded
     if task == 'text':
         texts = [scored_file(config, model, tokenizer, settings)]
     else:
         texts = scored_splits(task, config, loaded, settings)
-    scores = {}
-    for text in texts:
-        scores[text.name] = score(model, text, context)
-        scores[text.name] |= compare_with_training(task, text.loader.stream, config, weights)
+    scores = {text.name: score(model, text, context) for text in texts}
     return scores if len(scores) > 1 else scores['']
 
 

@@ -6,6 +6,7 @@
     python prepare.py hf OWNER/NAME                  any dataset on the Hugging Face Hub
     python prepare.py chat questions.csv             conversations, for fine-tuning
     python prepare.py inspect data/NAME              verify a prepared dataset and show samples
+    python prepare.py inspect data/A data/B          overlap of their validation and training text
     python prepare.py datatrove --input=FOLDER       tokens from datatrove's DocumentTokenizer
     python prepare.py ids FOLDER --vocab_size=N      your own token ids
 
@@ -29,7 +30,7 @@ from plaingpt.data.corpora import CORPORA, OPTIONS, corpus_table, describe_corpu
 from plaingpt.data.documents import open_source
 from plaingpt.data.encoding import EncodingOptions, Job, write_tokens
 from plaingpt.data.input_files import search
-from plaingpt.data.inspection import inspect
+from plaingpt.data.inspection import compare_datasets, inspect
 from plaingpt.data.rows import IdsReader, TextReader, file_format
 from plaingpt.data.shards import read_progress, write_dataset
 from plaingpt.data.splits import VAL_CHARS
@@ -134,13 +135,10 @@ def main(argv):
         print(help_text)
         return
     name, *options = argv
+    if name in ('-h', '--help') or (name == 'inspect' and {'-h', '--help'} & {*options}):
+        load_config(PrepareConfig, ['--help'], help_text, 'input', several=True)
     if name == 'inspect':
-        if len(options) != 1:
-            raise UserError('inspect takes exactly one folder: '
-                            f'{command_for("prepare")} inspect data/NAME')
-        return inspect(dataset_folder(options[0]))
-    if name in ('-h', '--help'):
-        load_config(PrepareConfig, argv, help_text, 'input', several=True)
+        return inspect_folders(options)
     if name not in CORPORA:
         if '--if_small' in options:  # from train.py
             raise UserError(not_prepared(dataset_folder(name)))
@@ -167,6 +165,18 @@ def main(argv):
         prepare_text(name, corpus, folder, config)
     if not config.if_small:
         print_next_command(name, corpus, folder, config.tokenizer)
+
+
+def inspect_folders(names):
+    if not names or any(name.startswith('-') for name in names):
+        command = f'{command_for("prepare")} inspect'
+        raise UserError(f'inspect takes one folder, or several to compare: {command} data/NAME, '
+                        f'or {command} data/A data/B')
+    folders = [dataset_folder(name) for name in names]
+    if len(folders) == 1:
+        inspect(*folders)
+    else:
+        compare_datasets(folders)
 
 
 def print_next_command(name, corpus, folder, tokenizer):

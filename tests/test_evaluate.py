@@ -13,7 +13,6 @@ from sample_data import write_tasks
 
 import evaluate
 import export
-import prepare
 import sample
 import train
 from model import GPT, GPTConfig
@@ -150,23 +149,6 @@ def test_the_validation_loss_is_that_of_each_token_once(trained, char_data, tmp_
     # a character of this text is a byte, so bits a byte are bits a token
     assert scores['bits_per_byte'] == pytest.approx(scores['loss'] / math.log(2))
     assert 0 < scores['loss_stderr'] < 0.1
-
-
-@pytest.mark.parametrize(('split', 'share'), [('train', 1), ('val', 0)])
-def test_the_share_of_a_text_that_was_trained_on_is_told(
-        split, share, trained, char_data, tmp_path):
-    text = open_dataset(char_data)
-    (tmp_path / 'a.txt').write_text(text.tokenizer().decode(text.split(split).read(0, 9000)))
-    scores = scores_of(tmp_path, f'--out_dir={trained}', '--tasks=text', f'--data={tmp_path}/a.txt')
-    assert scores['text']['in_train'] == pytest.approx(share, abs=0.05)
-
-
-def test_the_share_of_a_dataset_that_was_trained_on_is_told(trained, char_data, tmp_path):
-    text = open_dataset(char_data)
-    (tmp_path / 'a.txt').write_text(text.tokenizer().decode(text.split('train').read(0, 9000)))
-    prepare.main(['text', f'{tmp_path}/a.txt', f'--tokenizer={char_data}', '--data_dir=data/a'])
-    scores = scores_of(tmp_path, f'--out_dir={trained}', '--dataset=a')
-    assert scores['val']['in_train'] > 0.9
 
 
 def test_every_command_reads_a_run_of_1_0(tmp_path, capsys):

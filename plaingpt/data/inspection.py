@@ -1,12 +1,13 @@
 """What a dataset contains, whether its files are intact, and whether its validation loss can be
 trusted."""
 
-from itertools import groupby
+from itertools import groupby, permutations
 
 from plaingpt.core.dataset import SPLITS, open_dataset
-from plaingpt.data.overlap import MIN_LINE_CHARS, compare_with_train, describe_share, print_share
+from plaingpt.data.overlap import compare_splits, print_overlap
+from plaingpt.data.tokenizers import vocabulary_of
 from plaingpt.system.errors import UserError, warn
-from plaingpt.system.formatting import command_for, count_of, printable
+from plaingpt.system.formatting import count_of, printable, quoted
 
 EXCERPT_TOKENS, CHAT_EXCERPT_TOKENS = 24, 300
 MAX_BYTES_DIFFERENCE = 0.15  # between the bytes per token of splits with the same kind of text
@@ -32,16 +33,35 @@ def inspect(folder):
             print(f'  {key}: {value}')
     if problems := find_damage(dataset):
         raise UserError('\n'.join(problems))
-    print_report(dataset)
+    print_report(dataset, compare_splits(dataset, dataset))
     if dataset.has_checksums():
         print('no damage found')
     else:
         print('no damage found (no checksums to compare with)')
 
 
-def print_report(dataset):
+def compare_datasets(folders):
+    """Print how much of the validation split of each dataset is in the training split of each
+    other one. Raises UserError for different tokenizers."""
+    datasets = [open_dataset(folder) for folder in folders]
+    for dataset in datasets[1:]:
+        if vocabulary_of_text(dataset) != vocabulary_of_text(datasets[0]):
+            raise UserError(f'{datasets[0].folder} and {dataset.folder} have different tokenizers, '
+                            'so their tokens cannot be compared; prepare the second with '
+                            f'--tokenizer={quoted(datasets[0].folder)}')
+    for dataset, other in permutations(datasets, 2):
+        print_overlap(compare_splits(dataset, other), dataset, other)
+
+
+def vocabulary_of_text(dataset):
+    """What determines the ids of text; conversations only add control tokens to it."""
+    description = dataset.tokenizer_json()
+    return vocabulary_of(description.get('base', description))
+
+
+def print_report(dataset, overlap=None):
     """Print the size and the beginning of each split, and how much of the validation text is in the
-    training split."""
+    training split. overlap: from compare_splits, if it is not in meta.json"""
     print(f'{dataset.folder}: {dataset.tokenizer_json()["kind"]} tokenizer, '
           f'vocab_size {dataset.vocab_size:,}, {dataset.id_dtypes()}')
     for split in SPLITS:
@@ -57,8 +77,7 @@ def print_report(dataset):
             if dataset.meta:
                 raise
             print(f'    cannot be shown as GPT-2 tokens: {problem}')
-    entry = dataset.split_entry('val')
-    print_overlap(entry if 'in_train' in entry else compare_with_train(dataset))
+    print_overlap(overlap or dataset.split_entry('val'), dataset, dataset)
     warn_of_different_text(dataset)
 
 
@@ -96,18 +115,6 @@ def excerpt(stream, tokenizer):
     for token in {tokenizer.decode([i]) for i in tokenizer.roles.values()}:
         text = text.replace(token, f'\n    {token}')  # one message per line
     return text
-
-
-def print_overlap(entry):
-    """Print how much of the validation text is in the training split."""
-    advice = 'remove the copies from the input, or hold out other text ' \
-        f'({command_for("prepare")} hf … --val_split=…)'
-    share, share_of_lines = entry.get('in_train'), entry.get('lines_in_train')
-    print_share(share, describe_share(share, 'the validation text', 'the training split'), advice)
-    if share_of_lines is not None:
-        print_share(share_of_lines, f'{100 * share_of_lines:.3g}% of the validation lines of '
-                    f'{MIN_LINE_CHARS} or more characters also occur in the training split '
-                    '(ignoring numbers)', advice)
 
 
 def warn_of_different_text(dataset):

@@ -1,75 +1,40 @@
-"""Overlap of validation text with training text: exactly, within a dataset, or estimated from a
-sketch of the training text that each run keeps."""
+"""How much of a validation split is also in a training split, of the same dataset or of another:
+exactly, in passages of 64 or more tokens, and by lines where documents are shorter."""
 
-import io
 import re
-from typing import NamedTuple
+from itertools import permutations
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from plaingpt.core.dataset import SPLITS
+from plaingpt.core.dataset import VERIFIED_TOKENS
 from plaingpt.system.errors import print_line, progress_bar, warn
-from plaingpt.system.files import write_atomically
-from plaingpt.system.formatting import one_line
+from plaingpt.system.formatting import command_for, quoted
 
-SEQUENCE_TOKENS = 64  # coincidences and common phrases are shorter
-SHORT_TOKENS = 2 * SEQUENCE_TOKENS  # a shorter copy may not contain a whole compared sequence
-MIN_LOSS_TOKENS = SEQUENCE_TOKENS // 4  # in a sequence from conversations
-MAX_OVERLAP = 0.1  # beyond it the validation loss is not trustworthy
-# The 64-bit hash of a sequence is its dot product with these. RandomState is the same in all
-# versions of numpy.
-FACTORS = np.frombuffer(np.random.RandomState(0).bytes(8 * SEQUENCE_TOKENS), '<i8')
-
-
-def describe_share(share, text, where):
-    """One line on the share of a text that is in another one; None: not compared."""
-    if share is None:
-        return f'{text} was not compared with {where}: too short'
-    return (f'{100 * share:.3g}% of {text} is also in {where} '
-            f'(copies below {SHORT_TOKENS} tokens may be missed)')
-
-
-def print_share(share, line, advice):
-    """Print a line on the share of the validation text that was trained on; as a warning if its
-    loss is not trustworthy. advice: what to do then"""
-    if share and share > MAX_OVERLAP:
-        warn(f'{line}, so the validation loss says little about new text: {advice}')
-    else:
-        print_line(line)
-
-
-def spread(count, tokens, length):
-    """The start tokens of `count` sequences of `length`, spread evenly over `tokens`."""
-    return np.arange(count) * (tokens - length) // max(count - 1, 1)
-
-
-def find_hashes(known, hashes):
-    """Find the hashes that are in `known`, which is sorted → (indices in `hashes`, in `known`)"""
-    candidates = np.searchsorted(known, hashes).clip(max=len(known) - 1)
-    matches = np.flatnonzero(known[candidates] == hashes)
-    return matches, candidates[matches]
-
-
-# -----------------------------------------------------------------------------
-# between the splits of a dataset
-
-NUM_SEQUENCES = 4096  # of the validation split to search for
-HALF = SEQUENCE_TOKENS // 2
-BLOCK_TOKENS = 2**17  # of the training split per read
+WINDOW = 64  # tokens; coincidences and common phrases are shorter
+HALF = WINDOW // 2
+MIN_LOSS_TOKENS = WINDOW // 4  # in a window of conversations
+VAL_TOKENS = 2**22  # of a longer validation split the first are compared
+BLOCK_TOKENS = 2**16  # of the training split per read
+FILTER_BITS = 24  # upper bits of a hash, looked up before a binary search
 MIN_LINE_CHARS = 20  # shorter lines are common everywhere
 LINE_TOKENS = 2**21  # of each split, to compare lines
+MIN_OVERLAP = 0.01  # less is not reported at the start of a run on a mixture
+MAX_OVERLAP = 0.1  # beyond it the validation loss is not trustworthy
+# The 64-bit hash of a window is its dot product with these.
+FACTORS = np.random.default_rng(0).integers(-2**63, 2**63, size=WINDOW)
 
 
-def compare_with_train(dataset):
-    """How much of the validation split is in the training split → {'in_train': fraction of its
-    sequences}, and if documents are shorter than SHORT_TOKENS on average 'lines_in_train', the
-    fraction of its lines. What is too short to compare is left out."""
-    train, val = map(dataset.split, SPLITS)
+def compare_splits(dataset, other):
+    """How much of the validation split of a dataset is in the training split of `other`, which may
+    be the same → {'in_train': fraction of its tokens}, or if documents are shorter than a window on
+    average also 'lines_in_train', the fraction of its lines. What is too short to compare is left
+    out."""
+    train, val = other.split('train'), dataset.split('val')
     overlap = find_overlap(train, val)
     shares = {} if overlap is None else {'in_train': overlap}
     documents = dataset.split_entry('val').get('documents', 0)
-    if dataset.has_mask() or len(val) >= SHORT_TOKENS * documents:
+    if dataset.has_mask() or len(val) >= WINDOW * documents:
         return shares
     val_lines = read_lines(val, dataset.tokenizer())
     train_lines = {*read_lines(train, dataset.tokenizer())}
@@ -89,145 +54,117 @@ def read_lines(stream, tokenizer):
     return [' '.join(line.split()) for line in text.splitlines() if len(line) >= MIN_LINE_CHARS]
 
 
-def find_overlap(train, val, max_sequences=NUM_SEQUENCES, block_tokens=BLOCK_TOKENS):
-    """The fraction of 64-token sequences of the stream `val` that occur anywhere in `train`.
+def find_overlap(train, val, block_tokens=BLOCK_TOKENS):
+    """The fraction of the tokens of the stream `val` that are in a window of 64 tokens that occurs
+    anywhere in `train`, which is read in blocks. None if one of them is shorter than a window. In
+    conversations, tokens in the loss count, in windows of which they are a quarter.
 
-    It searches for up to max_sequences, spread evenly over `val`, and reads `train` in blocks of
-    block_tokens. None if one of them is shorter than a sequence. In conversations, a quarter of a
-    sequence must be in the loss.
-
-    Each occurrence in `train` contains an aligned block of 32 tokens (one that starts at a multiple
-    of 32), so only aligned blocks are looked up, among all 32-token windows of the sequences.
-    Around each match, 64-token windows are compared. All comparisons are by hash.
+    Each window in `train` contains an aligned block of 32 tokens (one that starts at a multiple
+    of 32), so only aligned blocks are looked up, among all blocks of 32 tokens in `val`. Around
+    each match, whole windows are looked up. All comparisons are by hash.
     """
-    count = min(max_sequences, len(val) // SEQUENCE_TOKENS)
-    if not count or len(train) < SEQUENCE_TOKENS:
+    ids = val.read(0, VAL_TOKENS)
+    if len(ids) < WINDOW or len(train) < WINDOW:
         return None
-    starts = spread(count, len(val), SEQUENCE_TOKENS)
-    sequences = val.sequences(starts, SEQUENCE_TOKENS)
+    counted = np.ones(len(ids), dtype=bool)
+    is_compared = counted[WINDOW - 1:]
     if val.loss_mask is not None:  # a system prompt that all conversations share is not a copy
-        loss_tokens = val.loss_mask.sequences(starts, SEQUENCE_TOKENS).sum(1)
-        sequences = sequences[loss_tokens >= MIN_LOSS_TOKENS]
-        if not len(sequences):
-            return None
-    hashes, counts = np.unique(sequences @ FACTORS, return_counts=True)
-    is_in_train = np.zeros(len(hashes), dtype=bool)
-    halves = sliding_window_view(sequences, HALF, axis=1)[:, :HALF]
-    half_hashes = np.unique(halves @ FACTORS[:HALF])
+        counted = val.loss_mask.read(0, VAL_TOKENS)
+        is_compared = sliding_window_view(counted, WINDOW).sum(axis=1) >= MIN_LOSS_TOKENS
+    counted = counted & cover(is_compared)
+    if not counted.any():
+        return None
+    windows, window_numbers = np.unique(np.correlate(ids, FACTORS), return_inverse=True)
+    halves = np.sort(np.correlate(ids, FACTORS[:HALF]))
+    # Most blocks of `train` have upper bits that no half has, so they need no binary search.
+    upper_bits = np.zeros(2**FILTER_BITS, dtype=bool)
+    upper_bits[halves >> (64 - FILTER_BITS)] = True  # negative ones index from the end
+    is_in_train = np.zeros(len(windows), dtype=bool)
     with progress_bar('comparing the splits', len(train), 'tokens') as bar:
-        for start in range(0, len(train) - SEQUENCE_TOKENS + 1, block_tokens):
-            # Sequences that start in this block may end in the next one.
-            length = min(block_tokens + SEQUENCE_TOKENS - 1, len(train) - start)
-            ids = train.read(start, length)
-            aligned = ids[:length // HALF * HALF].reshape(-1, HALF) @ FACTORS[:HALF]
-            positions = HALF * find_hashes(half_hashes, aligned)[0]
-            window_starts = positions[:, None] - np.arange(HALF)
-            window_starts = window_starts.clip(0, length - SEQUENCE_TOKENS).ravel()
-            window_hashes = sliding_window_view(ids, SEQUENCE_TOKENS)[window_starts] @ FACTORS
-            is_in_train[find_hashes(hashes, window_hashes)[1]] = True
+        for start in range(0, len(train) - WINDOW + 1, block_tokens):
+            # Windows that start in this block may end in the next one.
+            length = min(block_tokens + WINDOW - 1, len(train) - start)
+            block = train.read(start, length)
+            aligned = block[:length // HALF * HALF].reshape(-1, HALF) @ FACTORS[:HALF]
+            candidates = np.flatnonzero(upper_bits[aligned >> (64 - FILTER_BITS)])
+            matches = candidates[find_hashes(halves, aligned[candidates])[0]]
+            span = min(HALF - 1 + WINDOW, length)  # the windows that contain a match
+            span_starts = (HALF * matches - (HALF - 1)).clip(0, length - span)
+            spans = sliding_window_view(block, span)[span_starts]
+            hashes = (sliding_window_view(spans, WINDOW, axis=1) @ FACTORS).ravel()
+            is_in_train[find_hashes(windows, np.sort(hashes))[1]] = True  # sorted: faster
             bar.update(min(block_tokens, len(train) - start))
-    return int(counts[is_in_train].sum()) / len(sequences)
+    is_copy = cover(is_compared & is_in_train[window_numbers])
+    return np.count_nonzero(counted & is_copy) / np.count_nonzero(counted)
+
+
+def cover(is_selected):
+    """Whether each window is selected → whether each token is in a selected window."""
+    return sliding_window_view(np.pad(is_selected, WINDOW - 1), WINDOW).any(axis=1)
+
+
+def find_hashes(known, hashes):
+    """Find the hashes that are in `known`, which is sorted → (indices in `hashes`, in `known`)"""
+    candidates = np.searchsorted(known, hashes).clip(max=len(known) - 1)
+    matches = np.flatnonzero(known[candidates] == hashes)
+    return matches, candidates[matches]
 
 
 # -----------------------------------------------------------------------------
-# between datasets: a sketch of the training text, and windows of the validation text
-
-SKETCH_BLOCKS = 2**16  # limit, of 64 tokens each
-GROUP_BLOCKS = 8  # consecutive blocks in the sketch of a longer text: 1 KB of uint16
-WINDOW_TOKENS = 2**20  # of a validation text
-WINDOW_CHUNKS = 64  # evenly spaced, of a longer text
-# If all of a text was trained on, it must share at least so many tokens with a sample. Then the
-# tokens of a single group of blocks are less than MAX_OVERLAP.
-MIN_SAMPLED_TOKENS = GROUP_BLOCKS * SEQUENCE_TOKENS / MAX_OVERLAP
+# reports
 
 
-class Sketch(NamedTuple):
-    """The aligned 64-token blocks of a training text, or a sample of them."""
+def print_overlap(shares, dataset, other):
+    """Print what compare_splits found, as a warning if the validation loss is not trustworthy.
+    shares: its result, or the entry of the validation split in meta.json"""
+    val_name, train_name = 'the validation text', 'the training split'
+    advice = 'remove the copies from the input, or hold out other text ' \
+        f'({command_for("prepare")} hf … --val_split=…)'
+    if dataset.has_mask():
+        val_name = "the assistant's validation text"
+    if other is not dataset:
+        val_name += f' of {dataset.folder}'
+        train_name += f' of {other.folder}'
+        advice = f'remove the copies from {other.folder}, or train without it'
+    train, val = other.split('train'), dataset.split('val')
+    text = first_tokens(VAL_TOKENS, val, val_name)
+    share, share_of_lines = shares.get('in_train'), shares.get('lines_in_train')
+    if share is None and share_of_lines is None:
+        print_line(f'{text} was not compared with {train_name}: too short')
+    if share is not None:
+        print_share(share, f'{text} is also in {train_name}, in passages of {WINDOW} or more '
+                    'tokens', advice)
+    if share_of_lines is not None:
+        print_share(share_of_lines, f'the lines of {MIN_LINE_CHARS} or more characters in '
+                    f'{first_tokens(LINE_TOKENS, val, val_name)} are also in '
+                    f'{first_tokens(LINE_TOKENS, train, train_name)} (ignoring numbers)', advice)
 
-    hashes: np.ndarray  # of the blocks, sorted
-    share: float  # fraction of the blocks that are in the sketch
+
+def first_tokens(limit, stream, name):
+    """The name of a stream of which at most `limit` tokens were compared."""
+    return name if len(stream) <= limit else f'the first {limit:,} tokens of {name}'
 
 
-def sketch_of(stream, max_blocks=SKETCH_BLOCKS):
-    """The Sketch of a training text, with up to max_blocks."""
-    blocks = len(stream) // SEQUENCE_TOKENS
-    if blocks <= max_blocks:
-        ids = stream.read(0, blocks * SEQUENCE_TOKENS)
+def print_share(share, text, advice):
+    line = f'{100 * share:.3g}% of {text}'
+    if share > MAX_OVERLAP:
+        warn(f'{line}, so the validation loss says little about new text: {advice}')
     else:
-        groups = spread(max_blocks // GROUP_BLOCKS, blocks, GROUP_BLOCKS)
-        ids = stream.sequences(groups * SEQUENCE_TOKENS, GROUP_BLOCKS * SEQUENCE_TOKENS)
-    hashes = np.sort(ids.reshape(-1, SEQUENCE_TOKENS) @ FACTORS)
-    return Sketch(hashes, len(hashes) / max(1, blocks))
+        print_line(line)
 
 
-def windows_of(stream):
-    """All 64-token windows of a validation text, or of evenly spaced chunks of a long one; in
-    conversations those with a quarter in the loss → (hashes, start of each)"""
-    num_chunks, length = 1, len(stream)
-    if len(stream) > WINDOW_TOKENS:
-        num_chunks, length = WINDOW_CHUNKS, WINDOW_TOKENS // WINDOW_CHUNKS
-    if length < SEQUENCE_TOKENS:
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    chunks = spread(num_chunks, len(stream), length)
-    hashes = sliding_window_view(stream.sequences(chunks, length), SEQUENCE_TOKENS, 1) @ FACTORS
-    starts = np.arange(num_chunks * length).reshape(num_chunks, length)[:, :hashes.shape[1]]
-    if stream.loss_mask is None:
-        return hashes.ravel(), starts.ravel()
-    in_loss = sliding_window_view(stream.loss_mask.sequences(chunks, length), SEQUENCE_TOKENS, 1)
-    selected = in_loss.sum(2) >= MIN_LOSS_TOKENS
-    return hashes[selected], starts[selected]
-
-
-def share_trained_on(hashes, starts, sketches):
-    """The estimated fraction of the tokens in the windows of a text that are in a training text of
-    any of the `sketches`; None if the text or the sketches are too small to tell.
-
-    With a complete sketch, a token counts if it is in a block that occurs among the windows. With a
-    sample, a token in one block represents 1 / share tokens. In several blocks, or in a window that
-    occurs several times, it is boilerplate, which a sample likely contains: it counts once.
-    """
-    tokens = starts[-1] + SEQUENCE_TOKENS if len(starts) else 0
-    if tokens < SHORT_TOKENS:
-        return None
-    covered = np.count_nonzero(count_covering(starts, tokens))
-    sketches = [sketch for sketch in sketches
-                if sketch.share == 1 or sketch.share * covered >= MIN_SAMPLED_TOKENS]
-    if not sketches:
-        return None
-    estimates = 0
-    for sketch in sketches:
-        known, num_blocks = np.unique(sketch.hashes, return_counts=True)
-        copies, matches = find_hashes(known, hashes)
-        weights = (num_blocks * np.bincount(matches, minlength=len(known)))[matches]
-        blocks = count_covering(starts[copies], tokens, weights)
-        estimates = np.maximum(estimates, np.where(blocks == 1, 1 / sketch.share, blocks > 0))
-    return min(1.0, float(estimates.sum()) / covered)
-
-
-def count_covering(starts, tokens, weights=None):
-    """The (weighted) number of windows that cover each token, (tokens + 1,)."""
-    started = np.bincount(starts, weights, tokens + 1)
-    ended = np.bincount(starts + SEQUENCE_TOKENS, weights, tokens + 1)
-    return np.cumsum(started - ended)
-
-
-def write_sketches(path, sketches):
-    """Write Sketches to an .npz file. Raises OSError."""
-    data = io.BytesIO()
-    np.savez(data, *(sketch.hashes for sketch in sketches),
-             shares=np.array([sketch.share for sketch in sketches]))
-    write_atomically(path, data.getvalue())
-
-
-def read_sketches(path):
-    """The Sketches in a file → list; [] if it is missing, or damaged (with a warning)."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return [Sketch(file[f'arr_{i}'].astype(np.int64, casting='safe'), float(share))
-                    for i, share in enumerate(file['shares'])]
-    except FileNotFoundError:
-        return []
-    except Exception as e:  # a damaged file can raise anything
-        warn(f'{path}: damaged ({type(e).__name__}: {one_line(e)}); skipping the comparison of the '
-             'validation text with the training text')
-        return []
+def compare_corpora(datasets):
+    """Print how much of the validation split of each dataset is in the training split of another
+    one, if that is more than MIN_OVERLAP. If reading all training splits would take long, print the
+    command that does it."""
+    tokens = sum(len(dataset.split('train')) for dataset in datasets)
+    if tokens > VERIFIED_TOKENS:
+        folders = ' '.join(quoted(dataset.folder) for dataset in datasets)
+        print_line('the corpora were not compared, as they are large; to see how much validation '
+                   'text of one is in the training split of another, run: '
+                   f'{command_for("prepare")} inspect {folders}')
+        return
+    for dataset, other in permutations(datasets, 2):
+        shares = compare_splits(dataset, other)
+        if max(shares.values(), default=0) > MIN_OVERLAP:
+            print_overlap(shares, dataset, other)

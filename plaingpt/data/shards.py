@@ -25,7 +25,7 @@ from plaingpt.core.dataset import (
 )
 from plaingpt.core.token_files import IN_LOSS, dtype_name, may_hold_own_ids
 from plaingpt.data.inspection import find_damage, print_report
-from plaingpt.data.overlap import compare_with_train
+from plaingpt.data.overlap import compare_splits
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import locked, read_json, sha256_of, sync, write_json
 
@@ -124,7 +124,7 @@ def write_meta(folder, dtype, tokenizer, splits, command):
             'vocab_size': tokenizer.vocab_size, 'tokenizer': tokenizer.to_json(),
             'splits': splits, 'source': command}
     dataset = Dataset(folder, meta, tokenizer.vocab_size)
-    splits['val'] |= compare_with_train(dataset)
+    splits['val'] |= compare_splits(dataset, dataset)
     write_json(folder / 'meta.json', meta)
 
 

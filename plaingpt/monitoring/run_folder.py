@@ -9,11 +9,10 @@ from pathlib import Path
 from plaingpt.core.checkpoint import checkpoint_paths, clean_up, find, iteration_of
 from plaingpt.core.progress import FINISHED, TIME_UP
 from plaingpt.core.settings import NOT_COMPARED
-from plaingpt.data.overlap import write_sketches
+from plaingpt.data.overlap import compare_corpora
 from plaingpt.monitoring.references import find_reference
-from plaingpt.monitoring.run_record import RUN_FILES, TRAINED_ON, describe_run, trim_logs
+from plaingpt.monitoring.run_record import RUN_FILES, describe_run, trim_logs
 from plaingpt.monitoring.run_report import write_report
-from plaingpt.monitoring.trained_on import sketch_texts
 from plaingpt.system.distributed import StopRequest, launched_world, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import make_writable, write_json
@@ -29,9 +28,8 @@ def open_run_folder(run):
     record['reference'] = find_reference(record, NOT_COMPARED)
     if not launched_world().is_main:
         return record
-    sketches = []
-    if not resumed:
-        sketches = sketch_texts(run.start, run.dataset, run.train_data, run.val_data)
+    if not resumed and len(run.dataset.components) > 1:
+        compare_corpora([component.dataset for component in run.dataset.components])
     if config.is_read_only:
         return record
     make_writable(out_dir / 'checkpoints')
@@ -43,8 +41,6 @@ def open_run_folder(run):
     if resumed:
         trim_logs(out_dir, progress.iter_num, progress.evaluated)
     write_json(out_dir / 'run.json', record)
-    if sketches:
-        write_sketches(out_dir / TRAINED_ON, sketches)
     return record
 
 

@@ -14,9 +14,9 @@ from plaingpt.system.errors import warn
 from plaingpt.system.files import read_json
 from plaingpt.system.formatting import count_of, one_line
 
-TRAINED_ON = 'trained_on.npz'  # sketches of the texts that the weights were trained on
 RUN_FILES = ('metrics.jsonl', 'anomalies.jsonl', 'film.jsonl', 'run.json', 'report.md', 'loss.png',
-             'film.html', 'tensorboard', TRAINED_ON)  # in out_dir, besides checkpoints
+             'film.html', 'tensorboard',  # in out_dir, besides checkpoints
+             'trained_on.npz')  # of version 1.0
 
 # -----------------------------------------------------------------------------
 # rows of metrics.jsonl

@@ -13,6 +13,7 @@ from runs import lines
 import sample
 import train
 from plaingpt.core import checkpoint as checkpoints
+from plaingpt.monitoring.run_folder import archive_previous_run
 
 SAME = options(dataset='./dataset', out_dir='run', init_from='resume', device='cpu',
                dtype='float32', report=False)
@@ -44,6 +45,13 @@ def test_the_loss_of_a_run_of_1_0_is_what_it_was(each, capsys):
     expected = lines(each / 'run', 'val_loss')[-1]['val_loss']
     train.main([*SAME, '--eval_only'])
     assert f'{expected:.4f}' in capsys.readouterr().out
+
+
+def test_the_sketch_of_a_run_of_1_0_is_moved_with_it(old):
+    (old / 'run/trained_on.npz').write_bytes(b'hashes')
+    archive = archive_previous_run(old / 'run')
+    assert (archive / 'trained_on.npz').read_bytes() == b'hashes'
+    assert {path.name for path in (old / 'run').iterdir()} == {'checkpoints', 'old-001'}
 
 
 def test_a_run_of_1_0_is_resumed(each):

@@ -1,5 +1,4 @@
 import hashlib
-import random
 import re
 
 import numpy as np
@@ -10,8 +9,6 @@ from test_batches import NoTokens
 import prepare
 from plaingpt.core.dataset import open_dataset_spec
 from plaingpt.core.mixtures import MixedLoader, apportion
-from plaingpt.core.start import StartingPoint
-from plaingpt.monitoring.trained_on import sketch_texts
 from plaingpt.system.errors import UserError
 
 
@@ -125,20 +122,3 @@ def test_corpora_of_different_tokenizers_are_refused_by_name(three):
     prepare.main(['text', '--input=small.txt', '--tokenizer=char', '--data_dir=data/char'])
     with pytest.raises(UserError, match=r'data/code.*data/char'):
         open_dataset_spec('code:0.5,char:0.5')
-
-
-@pytest.mark.parametrize('copied', [10_000, 500, 0])
-def test_validation_text_that_another_corpus_trains_on_is_reported(copied, tmp_path, capsys):
-    one, two = (''.join(random.Random(seed).choices('abcdefgh ', k=100_000)) for seed in (0, 1))
-    prepare_corpora(tmp_path, {'one': one, 'two': two[copied:] + one[:copied]})
-    dataset = open_dataset_spec('data/one:0.5,data/two:0.5')
-    capsys.readouterr()
-    loaders = [dataset.loader(split, 16, 4) for split in ('train', 'val')]
-    sketch_texts(StartingPoint(), dataset, *loaders)
-    printed = capsys.readouterr()
-    lines = (printed.out + printed.err).removeprefix('warning: ').splitlines()
-    assert len(lines) == (copied > 0)
-    for line in lines:  # the validation split of the second is its last 10,000 characters
-        assert float(line.split('%')[0]) == pytest.approx(copied / 100, rel=0.3)
-        assert line.index('data/two') < line.index('data/one')
-    assert bool(printed.err) == (copied > 1000)

@@ -5,6 +5,9 @@
     python sample.py out --start=FILE:prompt.txt
     python sample.py --init_from=gpt2-xl --start="What is the answer to life?"
     python sample.py out --chat
+
+If the training data has documents, each sample is a new one that begins with --start. With
+--continue_text, --start is the middle of a document instead.
 """
 
 import ast
@@ -49,7 +52,7 @@ def parse_stop(text):
 @dataclass
 class SampleConfig(Sampling, GeneratorChoice):
     # prompts; escapes such as \n are decoded, and a line says so
-    start: Annotated[str, parse_start] = '\n'  # prompt, or FILE:path
+    start: Annotated[str, parse_start] = '\n'  # prompt, or FILE:path; \n: none
     stop: Annotated[str, parse_stop] = ''  # stop string, or a JSON list: ["\n\n", "User:"]
     num_samples: int = 10  # number of samples
     chat: bool = False  # chat with the model in the terminal
@@ -85,7 +88,9 @@ def print_samples(generator, config):
     if start.startswith('FILE:'):
         from plaingpt.data.text_files import read_text
         start = read_text(start.removeprefix('FILE:'))
-    prompt = generator.encode(start, 'start')
+    prompt = generator.encode(start, 'start', config.continue_text)
+    if prompt == [generator.document_start]:
+        start = ''
     if isinstance(generator.tokenizer, IdsTokenizer):
         start = f'IDS:{generator.tokenizer.decode(prompt)}'  # blank text is the id 0
     stop = config.stop_strings()

@@ -3,8 +3,9 @@
     python serve.py out
 
 /v1/chat/completions takes `messages` and /v1/completions takes a `prompt`. Both take stream, stop,
-max_tokens, temperature, top_p and seed, and top_k and repetition_penalty as in sample.py. Other
-options of OpenAI's API are accepted only with values that change nothing, such as n=1.
+max_tokens, temperature, top_p and seed, and top_k, repetition_penalty and continue_text as in
+sample.py. Other options of OpenAI's API are accepted only with values that change nothing, such as
+n=1.
 """
 
 import asyncio
@@ -136,7 +137,7 @@ class Completion:
         if is_chat:
             self.ids, self.sampling = generator.prepare_answer(prompt, self.sampling)
         else:
-            self.ids = generator.encode(prompt, 'prompt')
+            self.ids = generator.encode(prompt, 'prompt', self.sampling.continue_text)
 
     def generate(self, loop, server):
         """→ the text. Stops early if the client disconnects or the server shuts down."""

@@ -21,5 +21,6 @@ def load(source, checkpoint='best', tokenizer='auto', device='auto'):
     from plaingpt.system.devices import choose_device
     device, _ = choose_device(device)
     choice = ModelChoice(str(source), checkpoint=checkpoint, tokenizer=str(tokenizer))
-    model, loaded_tokenizer, _ = load_model(choice)
-    return TextGenerator(model.to(device), loaded_tokenizer)
+    model, loaded_tokenizer, weights = load_model(choice)
+    return TextGenerator(model.to(device), loaded_tokenizer,
+                         document_start=weights.state.get('document_start'))

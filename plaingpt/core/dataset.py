@@ -7,12 +7,13 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from plaingpt.core.token_files import TokenStream, dtype_name, open_tokens, parse_dtype
+from plaingpt.core.token_files import READ_TOKENS, TokenStream, dtype_name, open_tokens, parse_dtype
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT, read_json, refuse_unknown
 from plaingpt.system.formatting import command_for, count_of, quoted
@@ -68,6 +69,20 @@ class Dataset:
     def has_mask(self):
         """Whether it holds conversations, which have a loss mask."""
         return 'learned' in self.split_entry('train')
+
+    @cached_property
+    def document_start(self):
+        """The id that starts each document: end of text, if it is among the first READ_TOKENS
+        training tokens of a corpus. None for one continuous text, and for conversations, whose
+        prompts are those of ChatTokenizer.encode_prompt."""
+        if self.has_mask():
+            return None
+        from plaingpt.data.tokenizers import end_of_text_of
+        end_of_text = end_of_text_of(self.tokenizer_json())  # None is not among the ids
+        for component in self.components:
+            if end_of_text in component.dataset.split('train').read(0, READ_TOKENS):
+                return end_of_text
+        return None
 
     def has_checksums(self):
         """Whether prepare.py wrote a meta.json with the checksums of the files."""

@@ -53,9 +53,10 @@ class Run:
                 self.log, RandomState(self.step.device, launched_world().rank))
 
     def saved_state(self):
-        """The JSON of a checkpoint: the settings, the tokenizer, a fingerprint of the tokens, and
-        the state of the parts."""
-        state = {'config': asdict(self.config), **self.dataset.state()}
+        """The JSON of a checkpoint: the settings, the tokenizer, a fingerprint of the tokens and
+        the id that starts each document, and the state of the parts."""
+        state = {'config': asdict(self.config), **self.dataset.state(),
+                 'document_start': self.dataset.document_start}
         for part in self.parts():
             state.update(part.state_dict())
         return state

@@ -288,6 +288,15 @@ def vocab_size_of(description):
     return from_json(description).vocab_size
 
 
+def end_of_text_of(description):
+    """from_json(description).end_of_text, without loading a pretrained model's tokenizer."""
+    if description['kind'] == 'gpt2':
+        return GPT2Tokenizer.end_of_text
+    if 'end_of_text' in description:
+        return description['end_of_text']
+    return from_json(description).end_of_text
+
+
 def token_bytes(tokenizer):
     """The number of UTF-8 bytes of each id, (vocab_size,): 0 for control tokens."""
     base = getattr(tokenizer, 'base', tokenizer)  # a ChatTokenizer's tokenizer of text

@@ -155,4 +155,5 @@ def open_generator(choice, compile=False):
         torch.set_num_threads(1)
     context = prepare_for_generation(model, device, dtype, pack=not use_compile)
     compiled_step = CompiledStep(model) if use_compile else None
-    return TextGenerator(model, tokenizer, context, compiled_step)
+    return TextGenerator(model, tokenizer, context, compiled_step,
+                         weights.state.get('document_start'))

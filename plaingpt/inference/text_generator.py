@@ -27,12 +27,23 @@ class Sampling:
     top_p: float = 1.0  # keep the likeliest tokens with total probability top_p
     repetition_penalty: float = 1.0  # above 1: penalize tokens that already occurred
     seed: int = 1337  # random seed; the same seed gives the same text
+    continue_text: bool = False  # the prompt is the middle of a document, not its start
 
     above_0 = ('max_new_tokens', 'top_p', 'repetition_penalty')
     at_least_0 = ('temperature', 'top_k', 'seed')
 
     def out_of_range(self):
         return [f'top_p={self.top_p}: must be at most 1'] if self.top_p > 1 else []
+
+
+def prompt_ids(text, tokenizer, document_start):
+    """A prompt → token ids. document_start: the id that starts each document in training, which
+    the prompt then follows, or which stands alone without a prompt ('', or nanoGPT's default, a
+    line break). None if there are no documents, or if the prompt is the middle of one"""
+    if document_start is None:
+        return tokenizer.encode(text).tolist()
+    ids = tokenizer.encode(text).tolist() if text not in ('', '\n') else []
+    return ids if ids[:1] == [document_start] else [document_start, *ids]
 
 
 def print_text(text, end='\n'):
@@ -119,12 +130,13 @@ class StreamDecoder:
 
 
 class TextGenerator:
-    """A model and its tokenizer. context: from prepare_for_generation(); compiled: a CompiledStep
-    """
+    """A model and its tokenizer. context: from prepare_for_generation(); compiled: a CompiledStep;
+    document_start: see prompt_ids()"""
 
-    def __init__(self, model, tokenizer, context=None, compiled=None):
+    def __init__(self, model, tokenizer, context=None, compiled=None, document_start=None):
         self.model = model
         self.tokenizer = tokenizer
+        self.document_start = document_start
         self.context = context or nullcontext()
         self.compiled = compiled
         self.tokens = 0  # generated so far
@@ -139,7 +151,7 @@ class TextGenerator:
         """
         sampling = checked(Sampling, sampling)
         prompts = [prompt] if isinstance(prompt, str) else prompt
-        ids = [self.encode(text, 'the prompt') for text in prompts]
+        ids = [self.encode(text, 'the prompt', sampling.continue_text) for text in prompts]
         texts = self.generate_texts(ids, range(len(ids)), sampling, stop)
         return texts[0] if isinstance(prompt, str) else texts
 
@@ -184,11 +196,12 @@ class TextGenerator:
         max_new_tokens = min(sampling.max_new_tokens, block_size - len(ids) + 1)
         return ids, replace(sampling, max_new_tokens=max_new_tokens)
 
-    def encode(self, text, name):
-        """A prompt → token ids. Raises UserError for anything else; `name` is for its message."""
+    def encode(self, text, name, continue_text=False):
+        """A prompt → token ids (see prompt_ids). Raises UserError for anything else; `name` is for
+        its message."""
         if not isinstance(text, str):
             raise UserError(f'{name} must be a string')
-        ids = self.tokenizer.encode(text).tolist()
+        ids = prompt_ids(text, self.tokenizer, None if continue_text else self.document_start)
         if not ids and self.tokenizer.end_of_text is None:
             raise UserError(f'{name} is empty; give at least one character, such as --start=A')
         return ids or [self.tokenizer.end_of_text]  # it starts each document

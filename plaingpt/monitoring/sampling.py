@@ -60,12 +60,14 @@ def check_tasks(config):
 
 
 def sample_prompts(dataset, val_loader):
-    """The prompts of a run's samples: a new line, or questions of conversations that leave room for
-    a reply → (prompts as ids, options of GPT.generate, the id that ends a reply or None).
-    Raises UserError."""
+    """The prompts of a run's samples: those of sample.py without a prompt, or questions of
+    conversations that leave room for a reply → (prompts as ids, options of GPT.generate, the id
+    that ends a reply or None). Raises UserError."""
     tokenizer = dataset.tokenizer()
     if not dataset.has_mask():
-        prompt = tokenizer.encode('\n').tolist() or [tokenizer.end_of_text or 0]
+        from plaingpt.inference.text_generator import prompt_ids
+        prompt = prompt_ids('\n', tokenizer, dataset.document_start) \
+            or [tokenizer.end_of_text or 0]
         return [prompt], {'temperature': 0.8, 'top_k': 200}, None
     prompts = val_loader.question_prompts(SAMPLE_QUESTIONS)
     if not prompts:

@@ -112,13 +112,6 @@ class WholeLoader(BatchLoader):
         targets[starts == self.last_start, :self.overlap] = -1
         return idx, targets
 
-    def mean_target(self, values, n):
-        total = 0
-        for start in range(1, len(self.stream), self.block_size):
-            length = min(self.block_size, len(self.stream) - start)
-            total += values[self.stream.sequences([start], length)].sum()
-        return float(total / (len(self.stream) - 1))
-
 
 class ScoredText(NamedTuple):
     """A text that a task scores."""
@@ -152,12 +145,13 @@ def scored_splits(task, config, loaded, settings):
         raise UserError(f'{dataset.folder}: was prepared with a different tokenizer than the '
                         "model's; choose another --dataset")
     sizes = model.config.block_size, config.batch_size
+    pack = weights.state.get('config', {}).get('pack', 'stream')
     for name, part, _ in dataset.components:
         label = f'{task} of {part.folder}'
-        loader = part.loader(task, *sizes, **settings)
+        loader = part.loader(task, *sizes, pack=pack, **settings)
         if part.has_mask():
             label += ", the assistant's messages"
-        else:
+        elif pack == 'stream':
             loader = WholeLoader(loader.stream, *sizes, **settings)
         yield ScoredText(name, label, loader, part.token_bytes(task))
 

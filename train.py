@@ -231,7 +231,7 @@ def setup(config, start, world, device, device_why):
 def open_batches(config, dataset, world, device):
     """Return the training and the validation loader."""
     options = dict(rank=world.rank, world_size=world.size, device=device, seed=config.seed,
-                   micro_steps=config.micro_steps())
+                   micro_steps=config.micro_steps(), pack=config.pack)
     overfit_steps = 1 if config.check == 'overfit' else 0  # the first step's sequences only
     train_data = dataset.loader('train', config.block_size, config.batch_size,
                                 overfit_steps=overfit_steps, **options)

@@ -200,12 +200,14 @@ class BatchLoader:
     def mean_target(self, values, n):
         """The mean of values (vocab_size,) over the targets of eval_batches on all processes."""
         n = min(n, self.num_eval_sequences)
-        starts = 1 + self.eval_starts(np.arange(n), n)
-        total = 0
+        starts = self.eval_starts(np.arange(n), n)
+        total = count = 0
         for i in range(0, n, self.batch_size):
-            targets = self.stream.sequences(starts[i:i + self.batch_size], self.block_size)
+            _, targets = self._on_host(starts[i:i + self.batch_size])
+            targets = targets[targets != -1].numpy()
             total += values[targets].sum()
-        return float(total / (n * self.block_size))
+            count += len(targets)
+        return float(total / count)
 
     def eval_batch(self, starts):
         """(idx, targets), each (batch_size, block_size) int64 on the device.

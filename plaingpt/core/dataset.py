@@ -134,27 +134,29 @@ class Dataset:
         """The fingerprint of the data in a checkpoint: a resumed run must have the same."""
         return {'tokenizer': self.tokenizer_json(), 'data': self.identity('train')}
 
-    def split(self, name):
-        """The token stream of 'train' or 'val'. Raises UserError."""
+    def split(self, name, pack='stream'):
+        """The token stream of 'train' or 'val'; pack: see TrainConfig. Raises UserError."""
         files, masks = self._open_files(name)
-        if not masks:
+        if not masks and pack == 'stream':
             return TokenStream(files, self.vocab_size)
-        from plaingpt.core.packing import ConversationTokens  # imports torch
+        from plaingpt.core.packing import ConversationTokens, DocumentTokens  # import torch
+        if not masks:
+            return DocumentTokens(files, self.vocab_size, self.tokenizer())
         tokenizer = None
         if 'template' in self.tokenizer_json():  # a pretrained model's
             tokenizer = self.tokenizer()
         return ConversationTokens(files, masks, self.vocab_size, tokenizer)
 
-    def loader(self, split, *sizes, **options):
+    def loader(self, split, *sizes, pack='stream', **options):
         """The loader of a split; sizes and options are BatchLoader's. Raises UserError, also for a
         damaged split unless it is too large to verify."""
-        stream = self.split(split)
+        stream = self.split(split, pack)
         if len(stream) <= VERIFIED_TOKENS:
             stream.verify()
-        return self._loader_class()(stream, *sizes, **options)
+        return self._loader_class(pack)(stream, *sizes, **options)
 
-    def _loader_class(self):
-        if self.has_mask():
+    def _loader_class(self, pack):
+        if self.has_mask() or pack == 'documents':
             from plaingpt.core.packing import PackedLoader  # imports torch, which takes seconds
             return PackedLoader
         from plaingpt.core.batches import BatchLoader
@@ -202,12 +204,15 @@ class Mixture(Dataset):
         return [[share, component.dataset.identity(split)]
                 for share, component in zip(self.shares(), self.components, strict=True)]
 
-    def split(self, name):
+    def split(self, name, pack='stream'):
+        if pack == 'documents':
+            raise UserError('pack=documents: a mixture cannot be packed; set --dataset to one '
+                            'corpus, or leave out pack')
         from plaingpt.core.mixtures import MixedStream
         streams = [component.dataset.split(name) for component in self.components]
         return MixedStream(streams, self.shares(), self.vocab_size)
 
-    def _loader_class(self):
+    def _loader_class(self, pack):
         from plaingpt.core.mixtures import MixedLoader
         return MixedLoader
 
@@ -348,7 +353,8 @@ def prepare_if_small(name):
 
 
 def describe_batches(config, dataset, train_data, val_data):
-    """One line about the data of a run; for conversations, two more on how each split is packed."""
+    """One line about the data of a run; for packed documents, two more on how each split is packed.
+    """
     tokens = sum(loader.epoch_tokens() for loader in train_data.components)
     amounts = []
     if config.check == 'overfit':
@@ -361,7 +367,7 @@ def describe_batches(config, dataset, train_data, val_data):
                        'warmup ends after a tenth)')
     lines = [f'{dataset.folder}: {tokens:,} training tokens, vocabulary {dataset.vocab_size:,} | '
              f'{config.step_tokens():,} tokens per step, {", ".join(amounts)}']
-    if dataset.has_mask():
+    if dataset.has_mask() or config.pack == 'documents':
         lines += [f'train: {train_data.describe()}', f'val: {val_data.describe()}']
     return '\n'.join(lines)
 

@@ -1,10 +1,12 @@
-"""Conversations → batches: packed into sequences, with a loss on the assistant's replies only.
+"""Documents → batches: whole documents packed into sequences. A conversation is a document with a
+loss on the assistant's replies only.
 
-Conversations are packed by best-fit decreasing (Johnson 1973, "Near-optimal bin packing
-algorithms"). One that is longer than a sequence is split before a user turn, or within a turn that
-is too long; each later piece starts with the BOS token. The loss ignores the padding.
+Documents are packed by best-fit decreasing (Johnson 1973, "Near-optimal bin packing algorithms"). A
+document that is longer than a sequence is split, a conversation before a user turn if possible;
+each later piece starts with the BOS token. The loss ignores the padding.
 """
 
+from contextlib import suppress
 from functools import cached_property
 
 import numpy as np
@@ -23,9 +25,54 @@ class LossMask(TokenStream):
         return super().sequences(starts, length) == IN_LOSS
 
 
+class DocumentTokens(TokenStream):
+    """The tokens of documents of text. Each starts with bos_id: the tokenizer's end-of-text token,
+    or the line break if it has none, so that each line is a document."""
+
+    adds_bos = False  # whether a sequence is read without the BOS token at its start
+    may_repeat = False  # whether a later piece of a document may repeat a token
+    next_tokens = 1  # after a document that are targets, too: the next one's BOS token ends it
+
+    def __init__(self, files, vocab_size, tokenizer):
+        super().__init__(files, vocab_size)
+        self.noun, bos_id = 'document', tokenizer.end_of_text
+        if bos_id is None:
+            self.noun, bos_id = 'line', line_break_id(tokenizer)
+        self.bos_id = self.pad_id = bos_id
+
+    @cached_property
+    def document_starts(self):
+        """The index of the first token of each document. Raises UserError."""
+        starts = []
+        for first in range(0, len(self), READ_TOKENS):
+            starts.append(first + np.flatnonzero(self.read(first, READ_TOKENS) == self.bos_id))
+        starts = np.concatenate(starts)
+        if not len(starts):
+            raise UserError(f'{self.files[0].path}: pack=documents: no end-of-text token (for a '
+                            'tokenizer without one: no line break) separates documents; prepare '
+                            'the data with --documents=line or --documents=file, or leave out pack')
+        # A token at the end starts no document. Text before the first one is a document, too.
+        return np.union1d(0, starts[starts < len(self) - 1])
+
+    def turn_starts(self, start, length):
+        """Where a long document can be split, besides where a sequence is full."""
+        return np.empty(0, np.int64)
+
+    def in_loss(self, start, length):
+        """Whether each token counts in the loss."""
+        return np.ones(length, bool)
+
+    def targets_before(self, positions):
+        """How many tokens before each of the sorted `positions` count in the loss."""
+        return positions
+
+
 class ConversationTokens(TokenStream):
     """The tokens of conversations, with their marks (ChatTokenizer.mark_conversation). tokenizer:
     for a pretrained model's template"""
+
+    noun = 'conversation'
+    next_tokens = 0
 
     def __init__(self, files, masks, vocab_size, tokenizer=None):
         super().__init__(files, vocab_size)
@@ -38,12 +85,14 @@ class ConversationTokens(TokenStream):
             from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS, ChatTokenizer
             from plaingpt.data.tokenizers import IdsTokenizer
             tokenizer = ChatTokenizer(IdsTokenizer(vocab_size - len(SPECIAL_TOKENS)))
-        self.tokenizer = tokenizer
+        self.tokenizer, self.adds_bos = tokenizer, tokenizer.adds_bos
+        self.bos_id, self.pad_id = tokenizer.bos_id, tokenizer.end_of_turn
+        self.may_repeat = self.has_starts  # data of version 1.0 is split as in 1.0
 
     def verify(self):
         super().verify()
         self.marks.verify()
-        len(self.conversation_starts)  # raises UserError
+        len(self.document_starts)  # raises UserError
 
     def chunks(self):
         """Yield (index of the first token, tokens, their marks) in order."""
@@ -51,11 +100,11 @@ class ConversationTokens(TokenStream):
             yield first, self.read(first, READ_TOKENS), self.marks.read(first, READ_TOKENS)
 
     @cached_property
-    def conversation_starts(self):
+    def document_starts(self):
         """The index of the first token of each conversation. Raises UserError."""
         starts = []
         for first, tokens, marks in self.chunks():
-            is_start = marks == CONVERSATION if self.has_starts else tokens == self.tokenizer.bos_id
+            is_start = marks == CONVERSATION if self.has_starts else tokens == self.bos_id
             starts.append(first + np.flatnonzero(is_start))
         starts = np.concatenate(starts)
         if not len(starts) or starts[0]:
@@ -69,20 +118,33 @@ class ConversationTokens(TokenStream):
             return start + np.flatnonzero(self.marks.read(start, length) == TURN)
         return start + find_subsequence(self.tokenizer.user_ids, self.read(start, length))[1:]
 
+    def in_loss(self, start, length):
+        return self.loss_mask.read(start, length)
+
+    def targets_before(self, positions):
+        result, total = np.empty_like(positions), 0
+        for first, _, marks in self.chunks():
+            sums = total + np.cumsum(np.append(0, marks == IN_LOSS))
+            a, b = np.searchsorted(positions, (first, first + len(marks) + 1))
+            result[a:b] = sums[positions[a:b] - first]
+            total = sums[-1]
+        return result
+
 
 class PackedLoader(BatchLoader):
-    """A BatchLoader of ConversationTokens. A sequence is identified by the start token of its first
-    piece. A training batch has a third element, its weight in the loss of the step
-    (forward_backward in train.py).
+    """A BatchLoader of DocumentTokens or ConversationTokens. A sequence is identified by the start
+    token of its first piece. A training batch has a third element, its weight in the loss of the
+    step (forward_backward in train.py).
     """
 
     def tile(self):
         stream = self.stream
         # A BOS token that the template lacks is not read at the start of a sequence.
-        self.length = self.block_size + (2 if stream.tokenizer.adds_bos else 1)
-        starts, sizes, with_bos = split_conversations(stream, self.length)
+        self.length = self.block_size + (2 if stream.adds_bos else 1) - stream.next_tokens
+        starts, sizes, with_bos = split_documents(stream, self.length)
         # A piece's first token is not a target: no token before it predicts it.
-        targets = mask_sums(stream, starts + sizes) - mask_sums(stream, starts + 1)
+        ends = np.minimum(starts + sizes + stream.next_tokens, len(stream))
+        targets = stream.targets_before(ends) - stream.targets_before(starts + 1)
         has_targets = targets > 0  # pieces of long questions have none
         self.dropped_tokens = int(sizes[~has_targets].sum())
         self.starts, self.sizes = starts[has_targets], sizes[has_targets]
@@ -92,8 +154,11 @@ class PackedLoader(BatchLoader):
                             f'block_size={self.block_size}; raise --block_size')
         lengths = self.sizes + self.with_bos
         sequences = best_fit(lengths, self.length)
-        # The pieces of each sequence, longest first; the sequences in the order of the data.
-        order = np.lexsort((-lengths, sequences))
+        # The pieces of each sequence, longest first; the sequences in the order of the data. Text
+        # that starts without a BOS token comes first, where it need not end another document.
+        has_bos = np.ones(len(lengths), bool)
+        has_bos[0] = stream.read(0, 1)[0] == stream.bos_id
+        order = np.lexsort((-lengths, has_bos, sequences))
         boundaries = np.flatnonzero(np.diff(sequences[order], prepend=-1))
         self.pieces = sorted(np.split(order, boundaries[1:]), key=lambda pieces: pieces[0])
         self.first_starts = np.array([self.starts[pieces[0]] for pieces in self.pieces])
@@ -126,17 +191,19 @@ class PackedLoader(BatchLoader):
     def question_prompts(self, n):
         """The ids of up to n conversations, each up to its first reply in the loss."""
         first_pieces, prompts = np.flatnonzero(~self.with_bos), []
-        skipped = 1 if self.stream.tokenizer.adds_bos else 0
+        skipped = 1 if self.stream.adds_bos else 0
         n = min(n, len(first_pieces))
         for i in first_pieces[np.linspace(0, len(first_pieces) - 1, n).astype(np.int64)]:
-            first_in_loss = np.argmax(self.stream.loss_mask.read(self.starts[i], self.sizes[i]))
+            first_in_loss = np.argmax(self.stream.in_loss(self.starts[i], self.sizes[i]))
             prompts.append(self.stream.read(self.starts[i], first_in_loss)[skipped:].tolist())
         return prompts
 
     def layout(self, start):
         """The start token of a sequence → [(column in the batch, first token in the split, number
-        of tokens)] for each piece; the columns between them hold BOS tokens."""
-        pieces, column, skips_bos = [], 0, self.stream.tokenizer.adds_bos
+        of tokens)] for each piece; the columns between them hold BOS tokens. Where a document ends
+        with the next one's BOS token, the next piece starts in the same column."""
+        stream = self.stream
+        pieces, column, skips_bos = [], 0, stream.adds_bos
         for i in self.pieces[np.searchsorted(self.first_starts, start)]:
             first, n = int(self.starts[i]), int(self.sizes[i])
             if self.with_bos[i]:
@@ -144,20 +211,20 @@ class PackedLoader(BatchLoader):
                     column += 1
             elif skips_bos:
                 first, n = first + 1, n - 1
-            pieces.append((column, first, n))
+            pieces.append((column, first, min(n + stream.next_tokens, len(stream) - first)))
             column += n
             skips_bos = False  # only at the start of a sequence
         return pieces
 
     def _on_host(self, starts):
         shape, stream = (len(starts), self.block_size + 1), self.stream  # (B, T+1)
-        tokens, loss_mask = np.full(shape, stream.tokenizer.bos_id), np.zeros(shape, bool)
+        tokens, loss_mask = np.full(shape, stream.bos_id), np.zeros(shape, bool)
         for row, in_loss, start in zip(tokens, loss_mask, starts, strict=True):
             for column, first, n in self.layout(start):
                 row[column:column + n] = stream.read(first, n)
-                in_loss[column + 1:column + n] = stream.loss_mask.read(first, n)[1:]
+                in_loss[column + 1:column + n] = stream.in_loss(first, n)[1:]
             # The padding starts with one BOS token, so that it is one document.
-            row[column + n + 1:] = stream.tokenizer.end_of_turn
+            row[column + n + 1:] = stream.pad_id
         idx = torch.from_numpy(tokens[:, :-1].copy())
         targets = torch.from_numpy(tokens[:, 1:].copy())
         targets[torch.from_numpy(~loss_mask[:, 1:])] = -1
@@ -168,14 +235,25 @@ class PackedLoader(BatchLoader):
         return [*super()._on_device((idx, targets)), *weight]
 
     def describe(self):
-        """One line on how the conversations were packed."""
+        """One line on how the documents were packed."""
         capacity = self.sequences_per_epoch * self.length
         used = int((self.sizes + self.with_bos).sum())
-        return f'{count_of(len(self.stream.conversation_starts), "conversation")} in ' \
+        line = f'{count_of(len(self.stream.document_starts), self.stream.noun)} in ' \
                f'{count_of(self.sequences_per_epoch, "sequence")}, {1 - used / capacity:.1%} ' \
                f'padding, {count_of(int(self.num_targets.sum()), "token")} in the loss; ' \
-               f'{count_of(int(self.with_bos.sum()), "split")} to fit block_size; dropped ' \
-               f'{count_of(self.dropped_tokens, "token")} without a reply'
+               f'{count_of(int(self.with_bos.sum()), "split")} to fit block_size'
+        if self.stream.loss_mask is not None:
+            line += f'; dropped {count_of(self.dropped_tokens, "token")} without a reply'
+        return line
+
+
+def line_break_id(tokenizer):
+    """The id of a line break, or -1 if it is not one token."""
+    with suppress(UserError):  # not in the vocabulary
+        ids = tokenizer.encode('\n').tolist()
+        if len(ids) == 1 and tokenizer.decode(ids) == '\n':
+            return ids[0]
+    return -1
 
 
 def find_subsequence(subsequence, ids):
@@ -186,16 +264,16 @@ def find_subsequence(subsequence, ids):
     return indices
 
 
-def split_conversations(stream, length):
-    """Split conversations that are longer than `length` tokens into pieces. Each piece after the
-    first is preceded by a BOS token, which counts in its length. A piece that starts within a reply
+def split_documents(stream, length):
+    """Split documents that are longer than `length` tokens into pieces. Each piece after the first
+    is preceded by a BOS token, which counts in its length. A piece that starts within a reply
     repeats one token, which predicts the next.
 
     → (first token of each piece, number of tokens, whether a BOS token precedes it)
     """
-    starts = stream.conversation_starts
+    starts = stream.document_starts
     sizes = np.append(starts[1:], len(stream)) - starts
-    may_repeat = stream.has_starts and length > 2  # data of version 1.0 is split as in 1.0
+    may_repeat = stream.may_repeat and length > 2
     pieces = []
     for i in np.flatnonzero(sizes > length):
         start, end = int(starts[i]), int(starts[i] + sizes[i])
@@ -206,25 +284,15 @@ def split_conversations(stream, length):
             piece_end = int(turns[-1]) if len(turns) else start + max_size
             pieces.append((start, piece_end - start, with_bos))
             start = piece_end
-            if may_repeat and stream.loss_mask.read(start, 1)[0]:
+            if may_repeat and stream.in_loss(start, 1)[0]:
                 start -= 1
-            with_bos, max_size = True, length - 1
-        pieces.append((start, end - start, True))
+            with_bos = length > 1  # with block_size=1, there is no room for it
+            max_size = length - 1 if with_bos else length
+        pieces.append((start, end - start, with_bos))
     unsplit = np.stack([starts, sizes, np.zeros_like(starts)], 1)[sizes <= length]
     table = np.concatenate([unsplit, np.array(pieces, np.int64).reshape(-1, 3)])
     starts, sizes, with_bos = table[np.argsort(table[:, 0])].T
     return starts, sizes, with_bos.astype(bool)
-
-
-def mask_sums(stream, positions):
-    """How many tokens before each of the sorted `positions` count in the loss."""
-    result, total = np.empty_like(positions), 0
-    for first, _, marks in stream.chunks():
-        sums = total + np.cumsum(np.append(0, marks == IN_LOSS))
-        a, b = np.searchsorted(positions, (first, first + len(marks) + 1))
-        result[a:b] = sums[positions[a:b] - first]
-        total = sums[-1]
-    return result
 
 
 def best_fit(sizes, capacity):

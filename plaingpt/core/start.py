@@ -108,7 +108,8 @@ def check_resumable(checkpoint, config, dataset):
     before = TrainConfig(**saved).resolved()
     changed = {key: (before[key], value) for key, value in config.resolved().items()
                if before[key] != value}
-    fixed = {field.name for field in fields(GPTConfig)} - {'dropout', 'vocab_size'} | {'optimizer'}
+    fixed = {field.name for field in fields(GPTConfig)} - {'dropout', 'vocab_size'} \
+        | {'optimizer', 'pack'}
     differences = [f'{key}={setting(old)}, not {setting(new)}'
                    for key, (old, new) in changed.items() if key in fixed]
     if differences:

@@ -103,7 +103,7 @@ def excerpt(stream, tokenizer):
     if not stream.loss_mask:
         return repr(tokenizer.decode(stream.read(0, EXCERPT_TOKENS).tolist()))
     ids = stream.read(0, CHAT_EXCERPT_TOKENS)
-    ids = ids[:next(iter(stream.conversation_starts[1:].tolist()), None)]
+    ids = ids[:next(iter(stream.document_starts[1:].tolist()), None)]
     text, start = '', 0
     loss_mask = stream.loss_mask.read(0, len(ids)).tolist()
     for in_loss, run in groupby(loss_mask):

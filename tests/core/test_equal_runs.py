@@ -27,6 +27,7 @@ RECIPES = {
                *options(optimizer='sgd', learning_rate=0.1, lr_schedule='linear', mlp='swiglu')],
     'chat': ['--dataset=data/chat',
              *options(block_size=48, n_layer=1, optimizer='sgd', learning_rate=0.3)],
+    'packed': ['--dataset=data/documents', '--pack=documents', '--document_attention=True'],
     'mixture': ['--dataset=data/code:0.3,data/prose:0.7', '--n_layer=1']}
 WAYS = {  # processes, settings
     'one micro-batch': (1, options(batch_size=12, gradient_accumulation_steps=1, eval_iters=1)),
@@ -70,7 +71,8 @@ def test_a_run_is_the_same_however_its_steps_are_shared_out(recipe, way, whole, 
 
 @pytest.mark.parametrize(('recipe', 'dtype', 'processes'), [
     ('gpt2', 'float32', 2), ('newer', 'bfloat16', 1), ('swiglu', 'float16', 1),
-    ('chat', 'float32', 1), ('mixture', 'float32', 1)])
+    ('chat', 'float32', 1), ('mixture', 'float32', 1),
+    pytest.param('packed', 'float32', 1, marks=pytest.mark.slow)])
 def test_a_resumed_run_matches_the_uninterrupted_one(recipe, dtype, processes, tmp_path):
     whole, cut = tmp_path / 'whole', tmp_path / 'cut'
     words = [*TINY, *STEP, *RECIPES[recipe], f'--dtype={dtype}', '--dropout=0.2',

@@ -67,12 +67,13 @@ def test_the_loss_of_a_mixture_is_the_weighted_mean_of_the_corpora(tiny, data, t
 def about_the_data(out):
     """The lines that describe the data of a run."""
     return [line.strip() for line in out.splitlines()
-            if 'tokens per step' in line or 'conversations in' in line]
+            if 'tokens per step' in line or ' in the loss' in line]
 
 
 @pytest.mark.parametrize('settings', [
     ['--dataset=code:0.3,prose:0.7', '--gradient_accumulation_steps=6'],
     ['--dataset=chat', '--block_size=48', '--document_attention=True'],
+    ['--dataset=documents', '--pack=documents'],
     ['--batch_size=auto', '--total_batch_size=192'],
     ['--check=overfit'], ['--minutes=2'], ['--init_from=resume', '--batch_size=2']], ids=str)
 def test_a_plan_says_of_the_data_what_the_run_says(settings, tiny, data, trained, capsys,

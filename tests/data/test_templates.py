@@ -203,7 +203,7 @@ def test_text_that_spells_control_tokens_starts_no_conversation(tmp_path):
     text = ''.join(IM) + 'user\n<|im_start|>'
     dataset = prepared(FORMS['chatml, BOS im_start'], [
         ask(f'{i}{text}', text) for i in range(20)], tmp_path)
-    assert sum(len(loader.stream.conversation_starts) for loader in loaders(dataset, 300)) == 20
+    assert sum(len(loader.stream.document_starts) for loader in loaders(dataset, 300)) == 20
     assert {reply for _, reply in learned(dataset, 300)} == {text + '<|im_end|>'}
 
 

@@ -187,7 +187,7 @@ def prepare(config, _):
         for i in range(config.rounds):
             recipe_dir, data_dir = Path(folder, f'recipe-{i}'), Path(folder, f'prepare-{i}')
             recipe_dir.mkdir()
-            argv = ['prepare.py', 'hf', corpus, '--val_fraction=0.0005']
+            argv = ['prepare.py', 'hf', corpus, '--val_fraction=0.0005', '--separators=False']
             for name, command in (
                     ("nanoGPT's recipe", ['-c', RECIPE, corpus, recipe_dir, str(cores)]),
                     ('prepare.py', [*argv, f'--data_dir={data_dir}']),

@@ -16,6 +16,7 @@ from plaingpt.system.formatting import command_for, join_surrogates, one_line, s
 FORMATS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'tsv',
            '.parquet': 'parquet', '.arrow': 'arrow'}  # ending → format; all other files are text
 DELIMITERS = ',', ';', '\t', '|'  # Excel writes ';' in most of Europe
+QUOTED = re.compile('"[^"]*"')
 NOT_UTF8 = re.compile('[\udc80-\udcff]')  # undecodable bytes, as surrogateescape maps them
 NOT_UTF8_PROBLEM = 'not UTF-8', f': {ENCODING_ADVICE}'  # reason and details of an Unusable
 TEXT_FIELDS = ('text', 'content')  # the default: the first of these in a row
@@ -152,13 +153,10 @@ def csv_rows(text, name, delimiters, by_number):
         first = text.readline()
         lines_before = 1
     else:
-        delimiter = max(delimiters, key=lambda candidate: count_columns(first, candidate))
+        delimiter = max(delimiters, key=QUOTED.sub('', first).count)
     reader = csv.reader(chain([first], text), delimiter=delimiter, strict=True)
-    if by_number:
-        names = [str(number + 1) for number in range(count_columns(first, delimiter))]
-    else:
-        names = next(reader, [])
-    duplicates = [column for column, n in Counter(names).items() if n > 1]
+    names = None if by_number else next(reader, [])
+    duplicates = [column for column, n in Counter(names or ()).items() if n > 1]
     if duplicates:
         raise Unusable(f'{name}, line {lines_before + 1}', f'two columns named {duplicates[0]!r}',
                        ': rename one')
@@ -166,6 +164,8 @@ def csv_rows(text, name, delimiters, by_number):
         start = reader.line_num + lines_before + 1
         try:
             values = next(reader)
+            if names is None and values:
+                names = [str(number) for number, _ in enumerate(values, 1)]
             problem = csv_problem(values, names, delimiter)
         except StopIteration:
             return
@@ -191,10 +191,6 @@ def csv_problem(values, names, delimiter):
     if any(not value.isascii() and NOT_UTF8.search(value) for value in values):
         return NOT_UTF8_PROBLEM
     return None
-
-
-def count_columns(header, delimiter):
-    return len(next(csv.reader([header], delimiter=delimiter), ()))
 
 
 def table_rows(file, file_type, name, reader):

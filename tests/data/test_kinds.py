@@ -21,7 +21,7 @@ from corpus_files import (
 )
 
 import prepare
-from plaingpt.core.dataset import open_dataset
+from plaingpt.core.dataset import SPLITS, open_dataset
 from plaingpt.system.formatting import shown
 
 chance = random.Random(0)
@@ -45,8 +45,22 @@ def parquet(**columns):
     return file.getvalue()
 
 
+def arrow(new_file, **columns):
+    file, table = io.BytesIO(), pyarrow.table(columns)
+    with new_file(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=70)
+    return file.getvalue()
+
+
+ARRAY = json.dumps([{'text': text} for text in TEXTS], indent=1, ensure_ascii=False)
+OBJECT = {'version': 1, 'languages': ['en'], 'data': [{'id': 1, 'text': text} for text in TEXTS]}
 ROWS = {'a.jsonl': jsonl(TEXTS), 'lines.json': jsonl(TEXTS),
-        'array.json': json.dumps([{'text': text} for text in TEXTS], indent=1).encode(),
+        'array.json': ARRAY.encode(), 'bom.json': b'\xef\xbb\xbf' + ARRAY.encode(),
+        'utf-16.json': ARRAY.encode('utf-16'), 'utf-16.csv': table(TEXTS).decode().encode('utf-16'),
+        'object.json': json.dumps(OBJECT).encode(),
+        'indented.json': json.dumps(OBJECT, indent=2).encode(),
+        'stream.arrow': arrow(pyarrow.ipc.new_stream, text=TEXTS, id=TEXTS),
+        'file.arrow': arrow(pyarrow.ipc.new_file, text=TEXTS, id=TEXTS),
         'a.csv': table(TEXTS), 'a.tsv': table(TEXTS, '\t'),
         'a.parquet': parquet(text=TEXTS), 'bom.jsonl': b'\xef\xbb\xbf' + jsonl(TEXTS)}
 LINES = '\n'.join(TEXTS)
@@ -56,6 +70,9 @@ KINDS = {
     **{name: ({name: data}, [name], TEXTS) for name, data in ROWS.items()},
     'packed': ({'a.jsonl.GZ': gzip.compress(jsonl(TEXTS[:9])) + gzip.compress(jsonl(TEXTS[9:]))},
                ['a.jsonl.GZ'], TEXTS),
+    'no header': ({'a.csv': table(TEXTS).split(b'\n', 1)[1]}, ['a.csv', '--text_field=2'], TEXTS),
+    'paragraphs': ({'a.txt': '\n\n'.join(TEXTS).encode()}, ['a.txt', '--documents=paragraph'],
+                   [text for text in TEXTS if text.strip()]),
     'latin-1': ({'a.csv': table(LATIN).decode().encode('latin-1')},
                 ['a.csv', '--encoding=latin-1'], LATIN),
     'folder': ({f'in/{n:03}.md': text.encode() for n, text in enumerate(TEXTS)}, ['in'], TEXTS),
@@ -100,6 +117,22 @@ def test_threads_that_are_killed_write_the_same_bytes(kind, options, small_batch
     assert contents(Path('whole')) == contents(Path('killed'))
 
 
+@pytest.mark.parametrize('corpus', ['text', 'hf', 'chat'])
+def test_a_folder_that_datasets_saved_gives_the_rows_of_its_splits(corpus):
+    import datasets
+    rows = [{'text': text, 'question': f'{i}?', 'answer': text} for i, text in enumerate(TEXTS)]
+    dataset = datasets.Dataset.from_list(rows)
+    dataset.save_to_disk('one', num_shards=2)
+    datasets.DatasetDict(train=dataset.select(range(200)), test=dataset.select(range(200, 300)),
+                         ).save_to_disk('two')
+    argv = [corpus, 'one', '--tokenizer=byte', '--data_dir=d']
+    prepare.main(argv)
+    assert sum(open_dataset('d').split_entry(split)['documents'] for split in SPLITS) == 300
+    if corpus != 'text':
+        prepare.main([corpus, 'two', '--val_split=test', '--tokenizer=byte', '--data_dir=e'])
+        assert [open_dataset('e').split_entry(split)['documents'] for split in SPLITS] == [200, 100]
+
+
 # -----------------------------------------------------------------------------
 # --max_tokens
 
@@ -139,6 +172,8 @@ REFUSED = [  # a file, its bytes, and what the line has beside its name
     ('faq.csv', b'Question,Answer\nhi,yo\n', ['line 2', "'Question'", 'prepare.py chat']),
     ('a.jsonl', b'{"messages": [{"role": "user", "content": "hi"}]}', ['prepare.py chat']),
     ('a.parquet', b'x', []),
+    ('a.json', b'{"train": [{"text": "a"}], "test": [{"text": "b"}]}', ["'train', 'test'"]),
+    ('a.arrow', b'x', []),
     ('a.txt', 'one'.encode('utf-16-le'), ['--encoding']),
     ('a.txt', b'one\ntwo\ncaf\xe9', ['--encoding']),
     ('a.txt.gz', DAMAGED, [])]

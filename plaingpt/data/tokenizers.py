@@ -90,10 +90,11 @@ class ListTokenizer(Tokenizer):
     def _longest_matches(self, text):
         start = 0
         while start < len(text):
-            ends = (start + length for length in self._lengths)
-            end = next((end for end in ends if text[start:end] in self._ids), None)
-            if end is not None:
-                yield self._ids[text[start:end]]
+            for length in self._lengths:
+                end = start + length
+                if text[start:end] in self._ids:
+                    yield self._ids[text[start:end]]
+                    break
             else:
                 end = self._unmatched.match(text, start).end()
                 is_separator = self._has_spaces_between and text[start].isspace()

@@ -185,13 +185,11 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 # punctuation before them, and of other white space the last one is cut off for the next word.
 PATTERN = r"""'(?:[sStTmMdD]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}""" \
     r"""| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
-# tiktoken's form of them, without backtracking: a million spaces would overflow the stack.
-POSSESSIVE = {
+# tiktoken's form of them, with less backtracking: many spaces would overflow its stack.
+TIKTOKEN_PATTERNS = {
     GPT2_PATTERN:
         r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""",
-    PATTERN:
-        r"""'(?:[sStTmMdD]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]++|\p{N}"""
-        r"""| ?[^\s\p{L}\p{M}\p{N}]++[\r\n]*+|\s*[\r\n]|\s++$|\s+(?!\S)|\s"""}
+    PATTERN: PATTERN.replace(r'\s+(?!\S)|\s+', r'\s++$|\s+(?!\S)|\s')}
 
 
 class BytePairTokenizer(Tokenizer):
@@ -247,7 +245,7 @@ class BPETokenizer(BytePairTokenizer):
         self.special_ids = self.stop_ids = frozenset({self.end_of_text})
         self.vocab_size = len(tokens) + 2
         super().__init__(tiktoken.Encoding(
-            'bpe', pat_str=POSSESSIVE[pattern],
+            'bpe', pat_str=TIKTOKEN_PATTERNS[pattern],
             mergeable_ranks={token: i for i, token in enumerate(tokens)},
             special_tokens={'<|endoftext|>': len(tokens), '<|padding|>': len(tokens) + 1}))
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from plaingpt.core.token_files import advise_dtype, open_tokens
+from plaingpt.data.tokenizers import ListTokenizer
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import command_for
 
@@ -147,9 +148,7 @@ def read_nanogpt_meta(path):
         tokens = [str(token) if isinstance(token, int) else token for token in tokens]
         if len(set(tokens)) < len(tokens) or not all(isinstance(token, str) for token in tokens):
             raise ValueError('the tokens in itos are not distinct strings')
-        if all(len(token) == 1 for token in tokens):
-            return {'kind': 'char', 'chars': ''.join(tokens)}
-        return {'kind': 'words', 'tokens': tokens}
+        return ListTokenizer(tokens).to_json()
     except Exception as e:  # a pickle can raise anything
         raise UserError(f'{path} is not a meta.pkl in nanoGPT\'s format ({type(e).__name__}: '
                         f'{" ".join(str(e).split())[:200]}; no code in it was run): prepare the '

@@ -11,15 +11,16 @@ from pathlib import Path
 
 import numpy as np
 
-from plaingpt.data.tokenizers import BytePairTokenizer
+from plaingpt.data.tokenizers import GPT2_PATTERN, PATTERN, BytePairTokenizer
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import join_surrogates
 
+SCHEMES = {GPT2_PATTERN: 'gpt2', PATTERN: 'qwen35'}  # gigatoken's names of patterns
 CACHE_BYTES = 2**25  # rebuild the encoder after this much text: it caches every word
 CHECKED_BYTES = 2**20  # compared at the start, and 1% later
-# gigatoken knows the letters and digits of Unicode 17, tiktoken 0.14 those of 16. These ranges
-# contain all new ones and few common ones: text with any of them is encoded by tiktoken.
-NEW_CHARACTERS = re.compile('[\u088f\u0c5c\u0cdc\ua7ce-\ua7f1\U00010940-\U0001efff'
+# gigatoken knows the letters, marks and digits of Unicode 17, tiktoken 0.14 those of 16. These
+# ranges contain all new ones and few common ones: text with any of them is encoded by tiktoken.
+NEW_CHARACTERS = re.compile('[\u088f\u0c5c\u0cdc\u1acf-\u1aeb\ua7ce-\ua7f1\U00010940-\U0001efff'
                             '\U00020000-\U0010ffff]')
 
 
@@ -58,7 +59,7 @@ class Gigatoken:
             path = Path(folder, 'ranks.tiktoken')
             path.write_bytes(b''.join(base64.b64encode(token) + b' %d\n' % rank
                                       for rank, token in enumerate(tokens)))
-            return self.backend.from_tiktoken(path, 'gpt2')
+            return self.backend.from_tiktoken(path, SCHEMES[self.tokenizer.pattern])
 
 
 def fast_encode(tokenizer):

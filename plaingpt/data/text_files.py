@@ -49,8 +49,9 @@ def read_text(path):
         return text.read()
 
 
-# Up to the last word that is followed by a space or line break.
-WHOLE_WORDS = re.compile(r'(?s:.*\S)(?=[ \n])')
+# Up to the last word that is followed by a space or line break. Some tokenizers join punctuation
+# with the line breaks after it.
+WHOLE_WORDS = re.compile(r'(?s:.*)(?:\S(?= )|[^\W_](?=\n))')
 
 
 def find_boundary(text, start, max_chars):
@@ -64,8 +65,7 @@ def find_boundary(text, start, max_chars):
 
 def split_into_pieces(text, piece_chars, margin=0):
     """A text → (pieces, remainder of at most piece_chars + margin characters). Each piece ends
-    before white space, where GPT-2's pattern ends a match too, so the tokens are the same as
-    without splitting."""
+    where the pattern of a BPE ends a match too, so the tokens are the same as without splitting."""
     pieces, start = [], 0
     while len(text) - start > piece_chars + margin:
         end = find_boundary(text, start, piece_chars)

@@ -20,7 +20,7 @@ from plaingpt.data.foreign_tokenizer import (
     read_tokenizer,
 )
 from plaingpt.data.text_files import find_boundary
-from plaingpt.data.tokenizers import BPETokenizer, CharTokenizer
+from plaingpt.data.tokenizers import PATTERN, BPETokenizer, ListTokenizer
 from plaingpt.system.errors import UserError, progress_bar
 from plaingpt.system.files import is_hub_name, read_json
 from plaingpt.system.formatting import count_of, join_surrogates
@@ -34,8 +34,10 @@ BPE_SAMPLE_BYTES = 50_000_000  # train a BPE on about this much text at most
 BPE_WORD_BYTES = 7_000_000  # approximate limit on the distinct words in a sample
 PROBE_BYTES = 4_000_000  # of the text, to measure its distinct words
 BLOCK_CHARS = 4096  # of a sample
-# A word of GPT-2's pattern, for Python's re, where \w is a letter, a digit or _.
-WORD = re.compile(r' ?[^\W\d_]+| ?\d+| ?(?:[^\w\s]|_)+|\s+')
+# About a word of PATTERN, for Python's re, where \w is a letter, a digit or _. Most of what is none
+# of them between U+0300 and U+1FFF is a mark, which stays in its word.
+WORD = re.compile(r'[^\w\r\n]?(?:[^\W\d_]|[^\w\s\0-\u02ff\u2000-\U0010ffff])+|\d'
+                  r'| ?(?:[^\w\s]|_)+[\r\n]*|\s+')
 CHECKED_CHARS = 2**20  # of the text, which an existing tokenizer must reproduce
 
 
@@ -147,7 +149,7 @@ def make_tokenizer(name, texts):
         chars = set()
         for text in texts:
             chars.update(text)
-        return CharTokenizer(''.join(sorted(chars)))
+        return ListTokenizer(sorted(chars))
     if name.startswith('bpe'):
         return train_bpe(texts, int(name.removeprefix('bpe').lstrip(':') or BPE_VOCAB_SIZE))
     return tokenizers.from_json({'kind': name})
@@ -162,8 +164,7 @@ def train_bpe(texts, vocab_size):
     import rustbpe
     trainer = rustbpe.Tokenizer()
     # buffer_size: texts that the trainer holds at a time
-    trainer.train_from_iterator(texts, vocab_size - 2, buffer_size=256,
-                                pattern=BPETokenizer.PATTERN)
+    trainer.train_from_iterator(texts, vocab_size - 2, buffer_size=256, pattern=PATTERN)
     if trainer.vocab_size < vocab_size - 2:
         print(f'the text has only enough pairs for {trainer.vocab_size + 2:,} tokens')
     ranked = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])

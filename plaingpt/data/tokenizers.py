@@ -34,88 +34,81 @@ class Tokenizer:
         return self.decode_bytes(ids).decode('utf-8', 'replace')
 
 
-class CharTokenizer(Tokenizer):
-    """One id per distinct character of a corpus. prepare.py numbers them in code point order, as
-    nanoGPT's script does; a meta.pkl may have another order."""
+class ListTokenizer(Tokenizer):
+    """A list of strings: characters, words, chess moves, notes. The longest one that matches comes
+    next in a text. If some are words, longer than a character and not names such as <eos>, and no
+    token contains a space, spaces separate words: encode skips white space that is not a token,
+    and decode writes a space before each word."""
 
-    def __init__(self, chars):
-        self.chars = chars
-        self.vocab_size = len(chars)
-        self._ids = np.argsort(code_points(chars))
-        self._code_points = code_points(chars)[self._ids]  # sorted, for a binary search
+    UNKNOWN = '<unk>', '<UNK>', '[UNK]'
+    NAME = re.compile(r'<[^<>]+>|\[[^\[\]]+\]')
+
+    def __init__(self, tokens):
+        """tokens: strings by id. prepare.py sorts characters by code point, as nanoGPT's script
+        does; a meta.pkl may have another order."""
+        self.tokens = list(tokens)
+        self.vocab_size = len(self.tokens)
+        self._ids = {token: i for i, token in enumerate(self.tokens) if token}
+        unknown_ids = [self._ids[token] for token in self.UNKNOWN if token in self._ids]
+        self._unknown_id = unknown_ids[0] if unknown_ids else None
+        self._lengths = sorted(set(map(len, self._ids)), reverse=True)
+        words = [token for token in self._ids if not token.isspace()]
+        self._has_spaces_between = not any(' ' in token for token in self._ids) \
+            and all(token.split() == [token] for token in words) \
+            and any(len(token) > 1 and not self.NAME.fullmatch(token) for token in words)
+        self._unmatched = re.compile(r'\S+|\s' if self._has_spaces_between else r'(?s:.)')
+        self._code_points = None
+        if all(len(token) == 1 for token in self.tokens):
+            code_points_by_id = code_points(''.join(self.tokens))
+            self._sorted_ids = np.argsort(code_points_by_id)
+            self._code_points = code_points_by_id[self._sorted_ids]  # for a binary search
 
     def encode(self, text):
+        """Raises UserError for unknown text if there is no <unk>. Blank text without tokens → [0],
+        unless all tokens are characters."""
+        if self._code_points is not None:
+            return self._encode_characters(text)
+        ids = []
+        for part in re.findall(r'\S+|[^\S ]+', text) if self._has_spaces_between else [text]:
+            i = self._ids.get(part)
+            if i is None:
+                ids.extend(self._longest_matches(part))
+            else:
+                ids.append(i)
+        return np.array(ids or [0], dtype=np.int64)
+
+    def _encode_characters(self, text):
         points = code_points(text)
         indices = np.searchsorted(self._code_points, points)
         indices = np.minimum(indices, self.vocab_size - 1)
         unknown = np.flatnonzero(self._code_points[indices] != points)
         if len(unknown):
-            i = int(unknown[0])
-            excerpt = text[max(0, i - 10):i + 10]
-            raise UserError(f'character {text[i]!r} in {excerpt!r} is not in the vocabulary of '
-                            f'this tokenizer ({count_of(self.vocab_size, "character")}): remove '
-                            'it, or prepare the data with another --tokenizer')
-        return self._ids[indices]
-
-    def decode(self, ids):
-        return ''.join(self.chars[i] for i in ids)
-
-    def decode_bytes(self, ids):
-        return self.decode(ids).encode('utf-8', 'surrogatepass')
-
-    def to_json(self):
-        return {'kind': 'char', 'chars': self.chars}
-
-
-class WordTokenizer(Tokenizer):
-    """A list of tokens of any length: words, chess moves, notes. If no token contains a space,
-    spaces separate the tokens of a text; otherwise the longest matching token comes next."""
-
-    UNKNOWN = '<unk>', '<UNK>', '[UNK]'
-    SPECIAL = re.compile(r'<[^<>]+>|\[[^\[\]]+\]')  # tokens such as <eos> beside characters
-
-    def __init__(self, tokens):
-        self.tokens = tokens
-        self.vocab_size = len(tokens)
-        self._ids = {token: i for i, token in enumerate(tokens) if token}
-        unknown_ids = [self._ids[token] for token in self.UNKNOWN if token in self._ids]
-        self._unknown_id = unknown_ids[0] if unknown_ids else None
-        spaces = [token for token in self._ids if token.isspace()]
-        words = [token for token in self._ids if not token.isspace()]
-        self._has_spaces_between = not any(' ' in token for token in spaces) \
-            and all(token.split() == [token] for token in words) \
-            and any(len(token) > 1 and not self.SPECIAL.fullmatch(token) for token in words)
-        self._lengths = sorted(set(map(len, self._ids)), reverse=True)
-        longest_first = sorted(spaces, key=len, reverse=True)
-        self._words = re.compile('|'.join([*map(re.escape, longest_first), r'\S+']))
-
-    def encode(self, text):
-        """Blank text without tokens → [0]. Raises UserError for unknown words if there is no <unk>.
-        """
-        if self._has_spaces_between:
-            tokens = self._words.findall(text)
-        else:
-            tokens = self._longest_matches(text)
-        ids = []
-        for token in tokens:
-            i = self._ids.get(token, self._unknown_id)
-            if i is None and text.strip():
-                raise UserError(f'{token[:40]!r} in {text[:40]!r} is not in the vocabulary of this '
-                                f'tokenizer ({count_of(self.vocab_size, "token")}, no <unk>): '
-                                'remove it, or prepare the data with another --tokenizer')
-            ids.append(i or 0)
-        return np.array(ids or [0], dtype=np.int64)
+            start = int(unknown[0])
+            self._refuse(text, start, start + 1)
+        return self._sorted_ids[indices]
 
     def _longest_matches(self, text):
         start = 0
         while start < len(text):
-            token = text[start]
             for length in self._lengths:
-                if text[start:start + length] in self._ids:
-                    token = text[start:start + length]
+                end = start + length
+                if text[start:end] in self._ids:
+                    yield self._ids[text[start:end]]
                     break
-            yield token
-            start += len(token)
+            else:
+                end = self._unmatched.match(text, start).end()
+                is_separator = self._has_spaces_between and text[start].isspace()
+                if self._unknown_id is not None and not is_separator:
+                    yield self._unknown_id
+                elif not is_separator and text.strip():
+                    self._refuse(text, start, end)
+            start = end
+
+    def _refuse(self, text, start, end):
+        raise UserError(f'{text[start:end][:40]!r} in {text[max(0, start - 10):start + 10]!r} is '
+                        'not in the vocabulary of this tokenizer '
+                        f'({count_of(self.vocab_size, "token")}): remove it, or prepare the data '
+                        'with another --tokenizer')
 
     def decode(self, ids):
         text = self.decode_bytes(ids).decode('utf-8', 'surrogatepass')
@@ -131,6 +124,8 @@ class WordTokenizer(Tokenizer):
         return ''.join(tokens).encode('utf-8', 'surrogatepass')
 
     def to_json(self):
+        if self._code_points is not None:
+            return {'kind': 'char', 'chars': ''.join(self.tokens)}
         return {'kind': 'words', 'tokens': self.tokens}
 
 
@@ -186,12 +181,30 @@ class IdsTokenizer(Tokenizer):
         return description
 
 
+# A BPE never merges across the matches of its pattern. GPT-2's (Radford et al. 2019, §2.2):
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+# Qwen3.5's, which llama.cpp and gigatoken know by name. A word is letters and their marks: GPT-2's
+# ends a word at each vowel sign of Hindi, Tamil or Thai. A word takes one character before it, a
+# space or '('. Each digit is a token, so that equal digits of two numbers are equal tokens. English
+# endings ('s, 'LL) are cut off at the apostrophe. Line breaks go with the white space or the
+# punctuation before them, and of other white space the last one is cut off for the next word.
+PATTERN = r"""'(?:[sStTmMdD]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}""" \
+    r"""| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+# tiktoken's form of them, with less backtracking: many spaces would overflow its stack.
+TIKTOKEN_PATTERNS = {
+    GPT2_PATTERN:
+        r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""",
+    PATTERN: PATTERN.replace(r'\s+(?!\S)|\s+', r'\s++$|\s+(?!\S)|\s')}
+
+
 class BytePairTokenizer(Tokenizer):
     """Base class of GPT-2's tokenizer and of trained ones, run by tiktoken: any text round-trips,
     and text that looks like a control token is encoded as text."""
 
+    pattern = GPT2_PATTERN
+
     def __init__(self, encoding):
-        """encoding: tiktoken.Encoding with GPT-2's pattern; the control tokens have the last ids"""
+        """encoding: tiktoken.Encoding with this pattern; the control tokens have the last ids"""
         self.encoding = encoding
 
     def encode(self, text):
@@ -224,32 +237,29 @@ class GPT2Tokenizer(BytePairTokenizer):
 
 
 class BPETokenizer(BytePairTokenizer):
-    """Byte-level BPE like GPT-2's (Radford et al. 2019, §2.2), trained on the dataset.
+    """Byte-level BPE like GPT-2's, trained on the dataset.
 
     rustbpe trains it, tiktoken runs it. The last two ids are end of text and padding.
     """
 
-    # GPT-2's pre-tokenization: merges never cross these matches.
-    PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-    # tiktoken's form of it, without backtracking: a million spaces would overflow the stack.
-    POSSESSIVE = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$""" \
-        r"""|\s+(?!\S)|\s"""
-
-    def __init__(self, tokens):
+    def __init__(self, tokens, pattern=PATTERN):
         """tokens: the bytes of each id except the last two, in merge order"""
         import tiktoken
-        self.tokens = tokens
+        self.tokens, self.pattern = tokens, pattern
         self.end_of_text = len(tokens)
         self.special_ids = self.stop_ids = frozenset({self.end_of_text})
         self.vocab_size = len(tokens) + 2
         super().__init__(tiktoken.Encoding(
-            'bpe', pat_str=self.POSSESSIVE,
+            'bpe', pat_str=TIKTOKEN_PATTERNS[pattern],
             mergeable_ranks={token: i for i, token in enumerate(tokens)},
             special_tokens={'<|endoftext|>': len(tokens), '<|padding|>': len(tokens) + 1}))
 
     def to_json(self):
         # JSON holds text only: Latin-1 maps the 256 bytes to the first 256 characters.
-        return {'kind': 'bpe', 'tokens': [token.decode('latin-1') for token in self.tokens]}
+        description = {'kind': 'bpe', 'tokens': [token.decode('latin-1') for token in self.tokens]}
+        if self.pattern != GPT2_PATTERN:  # that of files of 1.0, which do not name it
+            description['pattern'] = self.pattern
+        return description
 
 
 def from_json(description):
@@ -257,9 +267,9 @@ def from_json(description):
     try:
         match description['kind']:
             case 'char':
-                return CharTokenizer(description['chars'])
+                return ListTokenizer(description['chars'])
             case 'words':
-                return WordTokenizer(description['tokens'])
+                return ListTokenizer(description['tokens'])
             case 'byte':
                 return ByteTokenizer()
             case 'ids':
@@ -267,7 +277,8 @@ def from_json(description):
             case 'gpt2':
                 return GPT2Tokenizer()
             case 'bpe':
-                return BPETokenizer([token.encode('latin-1') for token in description['tokens']])
+                return BPETokenizer([token.encode('latin-1') for token in description['tokens']],
+                                    description.get('pattern', GPT2_PATTERN))
             case 'foreign':
                 from plaingpt.data.foreign_tokenizer import ForeignTokenizer
                 return ForeignTokenizer(description)

@@ -2,7 +2,7 @@
 
 llama.cpp's own converter rejects a BPE tokenizer that you trained: it identifies the pre-tokenizer
 by a hash of the ids of a test text, and knows those of published tokenizers only. Ours
-pre-tokenizes as GPT-2 does. Architectures and tensor names are those of transformers
+pre-tokenizes as GPT-2 or Qwen3.5 does. Architectures and tensor names are those of transformers
 (hf_architectures.py), which the package gguf maps to llama.cpp's names.
 tests/inference/test_llama_cpp.py compares logits and text.
 """
@@ -12,7 +12,7 @@ from contextlib import closing
 import torch
 
 from plaingpt.data.chat_tokenizer import TEMPLATE
-from plaingpt.data.tokenizers import is_chat
+from plaingpt.data.tokenizers import GPT2_PATTERN, PATTERN, is_chat
 from plaingpt.inference.hf_architectures import (
     ARCHITECTURES,
     OWN_CODE,
@@ -22,6 +22,7 @@ from plaingpt.inference.hf_architectures import (
 from plaingpt.inference.hf_export import END_OF_TEXT, bos_and_eos, hf_tokenizer
 from plaingpt.system.errors import UserError, needs
 
+PRE_TOKENIZERS = {GPT2_PATTERN: 'gpt-2', PATTERN: 'qwen35'}  # llama.cpp's names of patterns
 DTYPES = {'float32': 'F32', 'float16': 'F16', 'bfloat16': 'BF16'}  # dtype → its name in GGUF
 
 
@@ -91,12 +92,13 @@ def add_tokenizer(writer, tokenizer):
     """Add the tokens and merges. llama.cpp will not put a BOS token before a prompt."""
     import gguf
     tokenizer_json = hf_tokenizer(tokenizer)
+    base = getattr(tokenizer, 'base', tokenizer)
     vocab, merges = tokenizer_json['model']['vocab'], tokenizer_json['model']['merges']
     types = [gguf.TokenType.NORMAL] * tokenizer.vocab_size
     for token in tokenizer_json['added_tokens']:
         types[token['id']] = gguf.TokenType.CONTROL
     writer.add_tokenizer_model('gpt2')
-    writer.add_tokenizer_pre('gpt-2')
+    writer.add_tokenizer_pre(PRE_TOKENIZERS[getattr(base, 'pattern', GPT2_PATTERN)])
     writer.add_token_list(sorted(vocab, key=vocab.get))
     writer.add_token_types(types)
     # llama.cpp needs at least one merge; this one never applies.

@@ -17,7 +17,7 @@ from plaingpt.data.foreign_tokenizer import (
     ForeignTokenizer,
     added_token,
 )
-from plaingpt.data.tokenizers import IdsTokenizer, WordTokenizer, is_chat
+from plaingpt.data.tokenizers import GPT2_PATTERN, PATTERN, is_chat
 from plaingpt.inference.generation import cached_logits, check_cache, relative_error
 from plaingpt.inference.hf_architectures import OWN_CODE, READABLE, choose_architecture
 from plaingpt.system.errors import UserError
@@ -119,7 +119,7 @@ def tokenizer_files(tokenizer, block_size):
     """→ {file name: its content}. The files of a pretrained tokenizer are copied unchanged, except
     that a chat tokenizer adds its template and end-of-turn tokens."""
     base = getattr(tokenizer, 'base', tokenizer)
-    if isinstance(base, IdsTokenizer | WordTokenizer):  # tokenizer.json cannot describe these
+    if base.to_json()['kind'] in ('ids', 'words'):  # tokenizer.json cannot describe these
         return {OUR_TOKENIZER: tokenizer.to_json()}
     bos_id, eos_id = bos_and_eos(tokenizer)
     is_pretrained = isinstance(base, ForeignTokenizer)
@@ -169,16 +169,20 @@ def hf_tokenizer(tokenizer):
     special = {} if end_of_text is None else {END_OF_TEXT: end_of_text}
     merges = []
     if kind == 'char':
-        vocab = {char: i for i, char in enumerate(base.chars)}
+        vocab = {char: i for i, char in enumerate(base.tokens)}
         pre_tokenizer, decoder = None, {'type': 'Fuse'}
     else:
         tokens = [base.decode_bytes([i]) for i in range(end_of_text)]
         vocab = {as_printable(token): i for i, token in enumerate(tokens)}
         merges = [f'{as_printable(a)} {as_printable(b)}' for a, b in find_merges(tokens)]
-        # The regex of ByteLevel is GPT-2's, which is ours too.
+        pattern = None if kind == 'byte' else base.pattern
         pre_tokenizer = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True,
-                         'use_regex': kind != 'byte'}
+                         'use_regex': pattern == GPT2_PATTERN}
         decoder = {**pre_tokenizer, 'add_prefix_space': True, 'use_regex': True}
+        if pattern == PATTERN:
+            split = {'type': 'Split', 'pattern': {'Regex': PATTERN}, 'behavior': 'Isolated',
+                     'invert': False}
+            pre_tokenizer = {'type': 'Sequence', 'pretokenizers': [split, pre_tokenizer]}
         if kind == 'bpe':
             special[PADDING] = end_of_text + 1
     if is_chat(tokenizer):

@@ -15,7 +15,7 @@ import prepare
 import sample
 import train
 from plaingpt.core.dataset import open_dataset
-from plaingpt.data.tokenizers import WordTokenizer, from_json
+from plaingpt.data.tokenizers import ListTokenizer, from_json
 from plaingpt.system.errors import UserError
 
 
@@ -97,11 +97,11 @@ def write_meta_pkl(folder, meta):
      'vocab_size': np.int32(4)}], ids=['list', 'numpy'])
 def test_words_in_a_meta_pkl_make_a_tokenizer(meta, tmp_path):
     write_meta_pkl(tmp_path, meta)
-    assert open_dataset(tmp_path).tokenizer_json() == WordTokenizer(WORDS).to_json()
+    assert open_dataset(tmp_path).tokenizer_json() == ListTokenizer(WORDS).to_json()
 
 
 def test_words_are_separated_by_spaces():
-    tokenizer = WordTokenizer(WORDS)
+    tokenizer = ListTokenizer(WORDS)
     assert tokenizer.encode('e4 Nf3\nd  e4').tolist() == [0, 1, 3, 2, 0]
     assert tokenizer.decode([0, 1, 3, 2, 0]) == 'e4 Nf3\nd e4'
     with pytest.raises(UserError, match="'x'"):
@@ -109,7 +109,7 @@ def test_words_are_separated_by_spaces():
 
 
 def test_with_a_space_among_the_tokens_the_longest_match():
-    tokenizer = WordTokenizer(['a', 'ab', ' ', 'b', '<unk>'])
+    tokenizer = ListTokenizer(['a', 'ab', ' ', 'b', '<unk>'])
     assert tokenizer.encode('abb a?').tolist() == [1, 3, 2, 0, 4]
     assert tokenizer.decode([1, 3, 2, 0, 4]) == 'abb a<unk>'
     assert from_json(json.loads(json.dumps(tokenizer.to_json()))).tokens == tokenizer.tokens

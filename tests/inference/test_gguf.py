@@ -117,9 +117,18 @@ def test_a_model_that_llama_cpp_does_not_support_is_refused(tmp_path):
     theirs = tokenizers.from_json(read_tokenizer(tmp_path, 300))
     for flags, tokenizer, fix in (
             (dict(mlp='gelu_erf'), BYTES, 'qwen3_shape'), (dict(LLAMA, conv=3), BYTES, 'qwen3_sh'),
-            ({}, tokenizers.CharTokenizer('abc'), 'bpe'), ({}, theirs, 'convert_hf_to_gguf.py')):
+            ({}, tokenizers.ListTokenizer('abc'), 'bpe'), ({}, theirs, 'convert_hf_to_gguf.py')):
         with pytest.raises(UserError, match=fix):
             written(tmp_path, shaken(tokenizer.vocab_size, **flags), tokenizer)
+
+
+def test_the_pattern_of_a_bpe_is_named_as_llama_cpp_knows_it(tmp_path):
+    tokens = [bytes([i]) for i in range(256)]
+    for tokenizer, name in (
+            (tokenizers.BPETokenizer(tokens), 'qwen35'), (BYTES, 'gpt-2'),
+            (tokenizers.BPETokenizer(tokens, tokenizers.GPT2_PATTERN), 'gpt-2')):
+        _, keys = read(written(tmp_path, shaken(tokenizer.vocab_size), tokenizer))
+        assert keys['tokenizer.ggml.pre'] == name
 
 
 def test_a_chat_model_is_written_with_its_template(tmp_path):

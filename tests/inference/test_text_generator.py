@@ -1,4 +1,4 @@
-from plaingpt.data.tokenizers import ByteTokenizer, CharTokenizer
+from plaingpt.data.tokenizers import ByteTokenizer, ListTokenizer
 from plaingpt.inference.text_generator import StreamDecoder
 
 
@@ -19,7 +19,7 @@ def test_a_stream_gives_whole_characters_as_decoding_all_at_once_does():
 
 
 def test_a_text_is_shown_up_to_a_stop_string():
-    tokenizer = CharTokenizer(' DENenotw')
+    tokenizer = ListTokenizer(' DENenotw')
     for stop, expected, taken in (
             (['END'], 'one ', 7), (['x', 'two'], 'one END ', 11), (['one'], '', 3),
             (['D t'], 'one EN', 9), (['zzz', 'two!'], 'one END two', 11)):

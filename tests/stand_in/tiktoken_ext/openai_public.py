@@ -7,12 +7,12 @@ own module of this name.
 
 from itertools import islice, product
 
-from plaingpt.data.tokenizers import BPETokenizer, GPT2Tokenizer
+from plaingpt.data.tokenizers import GPT2_PATTERN, TIKTOKEN_PATTERNS, GPT2Tokenizer
 
 
 def gpt2():
     tokens = [*product(range(256)), *islice(product(range(256), repeat=2), 50_000)]
-    return {'name': 'gpt2', 'pat_str': BPETokenizer.POSSESSIVE,
+    return {'name': 'gpt2', 'pat_str': TIKTOKEN_PATTERNS[GPT2_PATTERN],
             'mergeable_ranks': {bytes(token): i for i, token in enumerate(tokens)},
             'special_tokens': {'<|endoftext|>': GPT2Tokenizer.end_of_text}}
 

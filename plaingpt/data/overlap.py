@@ -16,7 +16,7 @@ HALF = WINDOW // 2
 MIN_LOSS_TOKENS = WINDOW // 4  # in a window of conversations
 VAL_TOKENS = 2**22  # of a longer validation split the first are compared
 BLOCK_TOKENS = 2**16  # of the training split per read
-FILTER_BITS = 24  # upper bits of a hash, looked up before a binary search
+FILTER_BITS = 23  # upper bits of a hash, looked up before a binary search
 MIN_LINE_CHARS = 20  # shorter lines are common everywhere
 LINE_TOKENS = 2**21  # of each split, to compare lines
 MIN_OVERLAP = 0.01  # less is not reported at the start of a run on a mixture
@@ -74,8 +74,12 @@ def find_overlap(train, val, block_tokens=BLOCK_TOKENS):
     counted = counted & cover(is_compared)
     if not counted.any():
         return None
-    windows, window_numbers = np.unique(np.correlate(ids, FACTORS), return_inverse=True)
-    halves = np.sort(np.correlate(ids, FACTORS[:HALF]))
+    windows = np.correlate(ids, FACTORS)
+    order = np.argsort(windows)
+    windows.sort()
+    halves = np.correlate(ids, FACTORS[:HALF])
+    halves.sort()
+    del ids
     # Most blocks of `train` have upper bits that no half has, so they need no binary search.
     upper_bits = np.zeros(2**FILTER_BITS, dtype=bool)
     upper_bits[halves >> (64 - FILTER_BITS)] = True  # negative ones index from the end
@@ -94,7 +98,9 @@ def find_overlap(train, val, block_tokens=BLOCK_TOKENS):
             hashes = (sliding_window_view(spans, WINDOW, axis=1) @ FACTORS).ravel()
             is_in_train[find_hashes(windows, np.sort(hashes))[1]] = True  # sorted: faster
             bar.update(min(block_tokens, len(train) - start))
-    is_copy = cover(is_compared & is_in_train[window_numbers])
+    is_copy = np.empty_like(is_in_train)  # equal windows have the result of the first
+    is_copy[order] = is_in_train[np.searchsorted(windows, windows)]
+    is_copy = cover(is_compared & is_copy)
     return np.count_nonzero(counted & is_copy) / np.count_nonzero(counted)
 
 

@@ -224,7 +224,7 @@ def prepare_text(name, corpus, folder, config):
         existing = load_tokenizer(tokenizer_name, for_chat)
     if corpus.kind == 'rows of ids':
         existing = ids_tokenizer(config)
-        reader = IdsReader(existing, config.text_field or 'input_ids')
+        reader = IdsReader(config.text_field or 'input_ids', tokenizer=existing)
     elif for_chat:
         columns = (config.prompt, config.completion) if config.prompt else ()
         reader = ConversationReader(columns, tokenizer=existing if is_chat(existing) else None)

@@ -225,8 +225,11 @@ def table_rows(file, file_type, name, reader):
 # text fields
 
 
-def field_advice():
-    return f'--text_field, or for conversations run {command_for("prepare")} chat'
+def field_advice(row):
+    other = 'conversations run {} chat'
+    if isinstance(row, dict) and match_name('input_ids', row):
+        other = 'token ids run {} ids'
+    return f'--text_field, or for {other.format(command_for("prepare"))}'
 
 
 @dataclass(frozen=True)
@@ -270,7 +273,7 @@ class TextReader:
         if match is not None:
             return match
         raise Unusable(where, f'no field {self.names()[0]!r}',
-                       f' among {list_columns(row)}: choose one with {field_advice()}')
+                       f' among {list_columns(row)}: choose one with {field_advice(row)}')
 
     def texts(self, row, where):
         """The documents in a row, none if its text is blank. Raises Unusable."""
@@ -282,52 +285,35 @@ class TextReader:
                 raise Unusable(where, f'field {name!r} is null')
             if not isinstance(text, str):
                 raise Unusable(where, f'field {name!r} is not text but {type(text).__name__}',
-                               f': choose another with {field_advice()}')
+                               f': choose another with {field_advice(row)}')
         text, _ = join_surrogates(text)  # JSON may contain lone surrogates
         documents, _ = self.separators.split(text)
         return [document for document in documents if document.strip()]
 
 
 @dataclass(frozen=True)
-class IdsReader:
-    """Reads the token ids in a field of a row, a document each, as the text that an IdsTokenizer
-    encodes."""
+class IdsReader(TextReader):
+    """Reads the token ids in a field of a row as text that `tokenizer`, an IdsTokenizer, encodes.
+    Its end-of-text id separates documents within a row, too."""
 
-    tokenizer: object
-    text_field: str
-    by_number = False
-
-    def restart(self):
-        pass
-
-    def describe(self):
-        return ()
-
-    def may_read(self, column):
-        return match_name(self.text_field, [column]) is not None
-
-    def columns(self, row, where):
-        return [name for name in row if self.may_read(name)] or list(row)
+    tokenizer: object = None
 
     def is_row(self, value):
-        return any(map(self.may_read, value))
+        return first_match(self.names(), value) is not None
 
     def texts(self, row, where):
-        """[the ids], [] if there are none but end of text. Raises Unusable, and UserError for an id
-        beyond the vocabulary."""
-        name = match_name(self.text_field, row if isinstance(row, dict) else ())
-        if name is None:
-            raise Unusable(where, f'no field {self.text_field!r}', f' among {list_columns(row)}: '
-                           'choose one with --text_field')
-        ids, end_of_text = row[name], self.tokenizer.end_of_text
+        """The documents in a row. Raises Unusable, and UserError for an id beyond the vocabulary.
+        """
+        name = self.find_field(row, where)
+        ids, vocab_size = row[name], self.tokenizer.vocab_size
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
             raise Unusable(where, f'field {name!r} is not a list of integers')
-        if ids and not 0 <= min(ids) <= max(ids) < self.tokenizer.vocab_size:
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             raise UserError(f'{where}: ids from {min(ids)} to {max(ids)}, but vocab_size is '
-                            f'{self.tokenizer.vocab_size}: set another --vocab_size')
+                            f'{vocab_size}: set another --vocab_size')
         documents = [[]]
         for i in ids:
-            if i == end_of_text:
+            if i == self.tokenizer.end_of_text:
                 documents.append([])
             else:
                 documents[-1].append(i)

@@ -31,6 +31,7 @@ from plaingpt.system.files import locked, read_json, sha256_of, sync, write_json
 
 # Fingerprints of the input in a command. If they differ, the same command starts over.
 FINGERPRINTS = {'identity', 'tokenizer_sha256'}
+PROGRESS_VERSION = 2  # 1.0 divided text into other pieces
 
 
 @dataclass
@@ -129,17 +130,18 @@ def write_meta(folder, dtype, tokenizer, splits, command):
 
 
 def write_progress(folder, command, **progress):
-    write_json(folder / 'progress.json', {'command': command, **progress})
+    write_json(folder / 'progress.json',
+               {'version': PROGRESS_VERSION, 'command': command, **progress})
 
 
 def read_progress(folder, command):
     """The progress of the same command, or {}; then the folder is emptied."""
     path = folder / 'progress.json'
     progress = read_json(path) if path.exists() else {}
-    if progress.get('command') == command:
+    if (progress.get('version'), progress.get('command')) == (PROGRESS_VERSION, command):
         return progress
     if progress:
-        print(f'{folder}: deleted the partial output of another command or other text; '
+        print(f'{folder}: deleted the partial output of another command, text or version; '
               'starting over')
     empty(folder)
     return {}

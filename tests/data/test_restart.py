@@ -94,6 +94,19 @@ def test_what_another_command_left_is_not_mixed_in(options, new_row, rows, tmp_p
     assert contents(tmp_path / 'd') == contents(tmp_path / 'clean')
 
 
+def test_what_version_1_0_left_is_not_continued(rows, tmp_path):
+    argv = command(rows, tmp_path / 'd', '--shard_tokens=5_000')
+    assert killed(30, argv, tmp_path / 'd') == 9
+    path = tmp_path / 'd/unfinished/progress.json'
+    progress = json.loads(path.read_text())
+    del progress['version']
+    progress['count'] -= 1
+    path.write_text(json.dumps(progress))
+    for folder in 'd', 'clean':
+        prepare.main(command(rows, tmp_path / folder, '--shard_tokens=5_000'))
+    assert contents(tmp_path / 'd') == contents(tmp_path / 'clean')
+
+
 def test_the_same_command_again_does_nothing(rows, tmp_path, capsys):
     prepare.main(command(rows, tmp_path / 'd'))
     before = (tmp_path / 'd/meta.json').stat().st_mtime_ns

@@ -59,16 +59,16 @@ class PrepareConfig:
     val_split: str = ''  # Hub datasets: validation split (default: held out from split)
     data_dir: str = ''  # output folder (default: data/NAME)
     # documents
-    documents: Literal['auto', 'file', 'line', 'paragraph'] = 'auto'  # of a text
-    separators: bool = True  # <|endoftext|> spelled out ends a document; False: it stays text
-    text_field: str = ''  # field with the text (default: text or content), or number of a column
-    prompt: str = ''  # chat: column with the user's message (default: detected by name)
+    documents: Literal['auto', 'file', 'line', 'paragraph'] = 'auto'  # see docs/data.md
+    separators: bool = True  # <|endoftext|> and <|startoftext|> separate documents
+    text_field: str = ''  # field with the text or ids, or number of a column without a name
+    prompt: str = ''  # chat: column with the user's message, or its number
     completion: str = ''  # chat: column with the assistant's reply
     encoding: str = 'utf-8'  # text encoding of all files, e.g. latin-1, cp1252 or utf-16
     strict: bool = False  # fail on any unusable file or row (default: skip up to 1%)
     # size
     max_tokens: int | str = 0  # training tokens, e.g. 100M or 1.5B (0: all)
-    val_fraction: Literal['auto'] | float = 'auto'  # held out (auto: 0.1, at most 1M tokens)
+    val_fraction: Literal['auto'] | float = 'auto'  # held out (auto: 0.1, at most 4M characters)
     # your own ids
     vocab_size: int = 0  # vocabulary size of the ids
     end_of_text: Literal['none'] | int = 'none'  # the id that separates documents
@@ -92,7 +92,8 @@ class PrepareConfig:
             'text'.encode(self.encoding)
         except LookupError as e:
             problems.append(f'encoding={self.encoding}: {e}; try latin-1 or cp1252')
-        if self.end_of_text != 'none' and self.vocab_size <= self.end_of_text:
+        if self.vocab_size and self.end_of_text != 'none' \
+                and self.vocab_size <= self.end_of_text:
             problems.append(f'end_of_text={self.end_of_text}: expected an id below vocab_size')
         if self.dtype != 'auto' and not is_integer_dtype(self.dtype):
             problems.append(f'dtype={self.dtype}: expected auto or an integer dtype such as uint16')
@@ -152,7 +153,7 @@ def main(argv):
         if holds_rows(config.inputs()):
             corpus = replace(corpus, kind='rows of ids')
         else:  # ids are described in place
-            folder = dataset_folder(', '.join(config.inputs()))
+            folder = ids_folder(config.inputs())
     if config.if_small and not corpus.small:
         raise UserError(f'{folder} is not prepared: run {command_for("prepare")} {name}')
     check_options(config, name, corpus)
@@ -302,11 +303,19 @@ def ids_tokenizer(config):
 
 def holds_rows(inputs):
     """Whether the input of `ids` is files of rows, or a folder that holds them and no train.bin."""
-    folder = dataset_folder(', '.join(inputs))
+    folder = ids_folder(inputs)
     if any(file_format(Path(name)) != 'text' for name in inputs):
         return True
+    if folder.is_file():
+        raise UserError(f'{folder}: expected a folder with train.bin and val.bin, or train.npy and '
+                        'val.npy, or files of rows with input_ids')
     return folder.is_dir() and not holds_tokens(folder) \
         and any(file_format(path) != 'text' for path in search(folder))
+
+
+def ids_folder(inputs):
+    name = ', '.join(inputs)
+    return Path(name) if Path(name).exists() else dataset_folder(name)
 
 
 def describe_command(name, config, tokenizer=None, **content):

@@ -41,6 +41,7 @@ class ConversationReader:
     tokenizer: a ChatTokenizer, whose template may refuse some roles, or None
     """
 
+    is_divisible = False
     pair_columns: tuple = ()
     plain: bool = False
     tokenizer: object = None

@@ -8,7 +8,7 @@ A source streams its text in pieces, always in the same order:
     source.identity()      a fingerprint, which changes when the input changes
     source.is_continuous   whether the files form one long text without documents
     source.has_val_split   whether the pieces say which split they are for
-    source.survey          the sizes of its documents, of the first hundred if there are more
+    source.survey          the sizes of its documents, of a hundred if there are more
     source.document_end    what ends a document if the tokenizer has no end-of-text token
     source.report()        prints what the last pass skipped
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from plaingpt.data import text_files
-from plaingpt.data.input_files import COMPRESSED, TEXT_EXTENSIONS, download, find_files, search
+from plaingpt.data.input_files import COMPRESSED, TEXT_EXTENSIONS, download, find_files
 from plaingpt.data.rows import FORMATS, extension_of, file_format, read_rows
 from plaingpt.data.text_files import (
     ENCODING_ADVICE,
@@ -38,7 +38,7 @@ from plaingpt.system.files import is_hub_name
 from plaingpt.system.formatting import count_of, one_line, shown
 
 CONTINUOUS_FILES = 100  # fewer text files form one continuous text
-SURVEYED_DOCUMENTS = 100
+SURVEYED_DOCUMENTS = 100  # of these, and more, a tenth is close to a tenth of the text
 MAX_NUL = 0.05  # fraction of NUL bytes in text; UTF-16 and binary files have more
 
 
@@ -67,11 +67,10 @@ def hash_of(text):
 def open_source(name, corpus, config, folder, reader):
     """The source of a corpus and a PrepareConfig. folder: the dataset's, for downloaded text;
     reader: converts a row to documents. Raises UserError."""
-    is_chat, inputs = corpus.kind == 'chat', config.inputs()
-    for_hub = config.subset or config.split or config.val_split or (
-        len(inputs) == 1 and (is_saved_dataset(inputs[0]) or (is_chat and (
-            is_hub_name(inputs[0]) or holds_only_parquet(inputs[0])))))
-    if corpus.kind == 'hub' or for_hub:
+    inputs = config.inputs()
+    is_on_hub = config.subset or config.split or config.val_split or (
+        corpus.kind == 'chat' and any(map(is_hub_name, inputs)))
+    if corpus.kind == 'hub' or is_on_hub:
         return open_hub_dataset(corpus, config, reader)
     if inputs:
         paths, explicit = find_files(inputs, TEXT_EXTENSIONS if corpus.kind == 'text' else FORMATS)
@@ -81,8 +80,8 @@ def open_source(name, corpus, config, folder, reader):
         paths, explicit = corpus.files(), ()
     else:
         paths, explicit = find_files([corpus.files])
-    options = FileOptions(config.documents, config.encoding, config.strict)
-    files = Files(paths, ', '.join(inputs) or corpus.url or name, reader, options, explicit)
+    files = Files(paths, ', '.join(inputs) or corpus.url or name, reader, explicit,
+                  config.documents, config.encoding, config.strict)
     if corpus.kind != 'text':
         for path in paths:
             if file_format(path) == 'text':
@@ -111,13 +110,6 @@ def open_hub_dataset(corpus, config, reader):
     return HubDataset(''.join(config.inputs()) or corpus.hub, subset, splits, reader, config.strict)
 
 
-def holds_only_parquet(folder):
-    """Whether a folder is laid out like a dataset on the Hub: all rows are in Parquet files; a
-    .json file may describe them."""
-    extensions = {extension_of(path) for path in search(folder)} & FORMATS.keys()
-    return extensions - {'.json'} == {'.parquet'}
-
-
 class Source:
     """Base class: reads rows, a few of which may be unusable."""
 
@@ -127,7 +119,7 @@ class Source:
         """reader: reader.texts(row, where) are the documents in a row; strict: an unusable row or
         file is an error"""
         self.name, self.reader, self.rows = shown(name[:100]), reader, Tally('row', strict)
-        self.notes = set()  # lines for the report
+        self.notes = {}  # line for the report → files that it is about
 
     @cached_property
     def survey(self):
@@ -136,10 +128,10 @@ class Source:
                 progress_bar('measuring the documents', self.total, self.unit) as bar:
             for piece in pieces:
                 if piece.new_document:
-                    if len(documents) == SURVEYED_DOCUMENTS:
-                        return Survey(documents, False)
                     text_hash = hash_of(piece.text)
                 documents[text_hash] = documents.get(text_hash, 0) + len(piece.text)
+                if len(documents) == SURVEYED_DOCUMENTS:
+                    return Survey(documents, False)
                 bar.update(self.position() - bar.n)
         return Survey(documents, True)
 
@@ -166,19 +158,10 @@ class Source:
     def report(self):
         """Print what the last pass skipped. Raises UserError if it was too much."""
         self.rows.check(self.rows.total)
-        for line in (*self.rows.describe(), *self.reader.describe(), *sorted(self.notes)):
+        for line in (*self.rows.describe(), *self.reader.describe()):
             print(line)
-
-
-class FileOptions(NamedTuple):
-    """See PrepareConfig."""
-
-    documents: str = 'auto'
-    encoding: str = 'utf-8'
-    strict: bool = False
-
-
-DEFAULT_FILE_OPTIONS = FileOptions()
+        for line, files in self.notes.items():
+            print(f'{line} in {count_of(len(files), "file")}')
 
 
 class Files(Source):
@@ -190,14 +173,16 @@ class Files(Source):
 
     unit = 'B'
 
-    def __init__(self, paths, name, reader, options=DEFAULT_FILE_OPTIONS, explicit=()):
-        super().__init__(name, reader, options.strict)
+    def __init__(self, paths, name, reader, explicit=(), documents='auto', encoding='utf-8',
+                 strict=False):
+        super().__init__(name, reader, strict)
         self.paths, self.explicit = paths, explicit
-        self.documents, self.encoding = options.documents, options.encoding
-        self.files, self.problems = Tally('file', options.strict), {}
+        self.documents, self.encoding = documents, encoding
+        self.files, self.problems = Tally('file', strict), {}
         self.sizes = [path.stat().st_size for path in paths]
         self.total = sum(self.sizes)
-        self.has_rows = any(file_format(path) != 'text' for path in paths)
+        formats = [file_format(path) for path in paths]
+        self.has_rows, self.is_all_rows = {*formats} != {'text'}, 'text' not in formats
         if self.documents == 'paragraph':
             self.document_end = '\n\n'
         self._bytes_before = 0  # in the files before the open one
@@ -265,7 +250,8 @@ class Files(Source):
                         yield text, True
                 return
             by_line = self.documents == 'line'
-            if path not in self.explicit and (size > text_files.BLOCK_CHARS or by_line):
+            is_long = size > text_files.BLOCK_CHARS or not is_plain
+            if path not in self.explicit and (is_long or by_line):
                 self.check_readable(path)
             with open_text(self._file, self.encoding) as text:
                 if by_line:
@@ -300,9 +286,11 @@ class Files(Source):
     def report(self):
         for line in self.files.describe():
             print(line)
-        if self.is_continuous and len(self.paths) > 1:
-            print(f'joined {count_of(len(self.paths), "file")} to one text (alternatives: '
+        if self.is_continuous:
+            print(f'read {count_of(len(self.paths), "file")} as one text (alternatives: '
                   '--documents=file, line or paragraph)')
+        elif self.documents == 'auto' and not self.is_all_rows:
+            print('read each text file as a document (alternatives: --documents=line or paragraph)')
         super().report()
 
 
@@ -348,6 +336,8 @@ class HubDataset(Source):
         self.streams = {split: builder.as_streaming_dataset(hub_split)
                         for split, hub_split in self.splits.items()}
         infos = builder.info.splits or {}
+        data_files = getattr(builder.config, 'data_files', None) or {}
+        print_other_splits(infos or data_files, self.splits)
         self.total = None
         if all(hub_split in infos for hub_split in self.splits.values()):
             self.total = sum(infos[hub_split].num_examples for hub_split in self.splits.values())
@@ -385,12 +375,21 @@ def open_saved_dataset(folder, splits):
     import datasets
     saved = datasets.load_from_disk(folder)
     if not isinstance(saved, dict):  # a single split
-        saved = {splits['train']: saved}
+        saved = {'train': saved}
     for name in splits.values():
         if name not in saved:
             raise UserError(f'{shown(folder)}: no split {name!r} among {", ".join(saved)}: choose '
                             'with --split and --val_split')
+    print_other_splits(saved, splits)
     return {split: saved[name] for split, name in splits.items()}
+
+
+def print_other_splits(names, splits):
+    """Print which splits of a dataset are not read."""
+    others = [name for name in names if name not in splits.values()]
+    if others and not any('[' in name for name in splits.values()):  # train[:10%]
+        print(f'read {" and ".join(splits.values())}; other splits: {", ".join(others)} (choose '
+              'with --split and --val_split)')
 
 
 @contextmanager

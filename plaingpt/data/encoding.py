@@ -16,12 +16,13 @@ import numpy as np
 from plaingpt.core.dataset import MASK_SUFFIX, SPLITS
 from plaingpt.data.gigatoken import fast_encode
 from plaingpt.data.shards import ShardWriter, write_meta, write_progress
-from plaingpt.data.splits import assign_splits
+from plaingpt.data.splits import as_one_document, assign_splits
 from plaingpt.data.tokenizers import IdsTokenizer, is_chat
-from plaingpt.system.errors import progress_bar
+from plaingpt.system.errors import progress_bar, warn
 from plaingpt.system.formatting import count_of, short
 
 BATCH_CHARS = 2**20  # that a thread encodes at a time
+LITTLE, MANY_TOKENS = 0.1, 10_000  # less validation text than both says little about a model
 
 
 class Job(NamedTuple):
@@ -72,6 +73,7 @@ def write_tokens(source, tokenizer, job, options):
     seconds = time.monotonic() - started
     print(f'{count_of(tokens, "token")} in {seconds:.1f} s, {short(tokens / seconds)} tokens/s')
     source.report()
+    warn_of_little_text(writers, options)
     train_tokens = writers['train'].tokens
     if train_tokens < options.max_tokens:
         print(f'{source.name} has only {count_of(train_tokens, "training token")} '
@@ -80,11 +82,22 @@ def write_tokens(source, tokenizer, job, options):
     write_meta(job.folder, dtype, tokenizer, splits, job.command)
 
 
+def warn_of_little_text(writers, options):
+    """Warn if much less was held out than asked for: documents may have very different sizes."""
+    train, val = (writers[split].tokens for split in SPLITS)
+    if 0 < val < LITTLE * options.val_fraction * (train + val) and val < MANY_TOKENS:
+        warn(f'only {count_of(val, "token")} of {train + val:,} could be held out in whole documents, '
+             'so the validation loss says little; choose other --documents, or a larger '
+             '--val_fraction')
+
+
 def encode_source(source, encoder, job, options, writers):
     """Write all of a source, or max_tokens of it, and record the progress at each full shard."""
     tokenizer, train, max_tokens = encoder.tokenizer, writers['train'], options.max_tokens
     document_end = source.document_end if tokenizer.end_of_text is None else ''
     pieces = assign_splits(source, options, document_end)
+    if isinstance(tokenizer, IdsTokenizer) and tokenizer.end_of_text is None:
+        pieces = as_one_document(pieces)
     count = job.progress.get('count', 0)  # pieces that are written
     total, unit = source.total, source.unit
     if max_tokens:
@@ -93,13 +106,15 @@ def encode_source(source, encoder, job, options, writers):
         batches = group_in_batches(islice(pieces, count, None))
         for batch, encoded in map_in_order(encoder.encode, batches, options.threads):
             remaining = max_tokens - train.tokens
-            if max_tokens and 'train' in encoded and len(encoded['train'].ids) >= remaining:
-                encoded = encoder.encode(batch, remaining)
+            train_tokens = len(encoded['train'].ids) if 'train' in encoded else 0
+            if max_tokens and train_tokens >= remaining:
+                encoded = encoder.encode(batch, remaining, has_val=writers['val'].tokens > 0)
             filled = [writers[split].write(tokens) for split, tokens in encoded.items()]
             count += len(batch)
             if max_tokens and train.tokens == max_tokens:
-                break  # the batch was truncated, which progress.json cannot express
-            if any(filled):
+                if writers['val'].tokens:
+                    break
+            elif any(filled):  # progress.json cannot express that a batch was truncated
                 for writer in writers.values():
                     writer.sync()
                 states = {split: writer.state() for split, writer in writers.items()}
@@ -131,13 +146,19 @@ class TextEncoder:
     separator: int | None
     dtype: np.dtype
 
-    def encode(self, batch, max_train_tokens=math.inf):
+    def encode(self, batch, max_train_tokens=math.inf, has_val=True):
         """[(split, text, new_document)] → {split: Encoded}. The document that exceeds
-        max_train_tokens is truncated, and the rest of the batch is not encoded."""
+        max_train_tokens is truncated, and what follows is not encoded, except that there must be a
+        piece of validation text, unless earlier batches had one (has_val)."""
         arrays = {split: [] for split in SPLITS}
         documents, sizes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
         remaining = max_train_tokens
         for split, text, new_document in batch:
+            if remaining == 0 and has_val:
+                break
+            if remaining == 0 and split == 'train':
+                continue
+            has_val |= split == 'val'
             ids = self.encode_text(text)
             size = 0 if isinstance(self.tokenizer, IdsTokenizer) else utf8_bytes(text)
             prefix = [self.separator] if new_document and self.separator is not None else []
@@ -150,8 +171,6 @@ class TextEncoder:
             arrays[split] += [prefix, ids]
             documents[split] += new_document
             sizes[split] += size
-            if remaining == 0:
-                break
         encoded = {}
         for split in SPLITS:
             if arrays[split]:

@@ -68,7 +68,7 @@ def extension_of(path):
 def read_rows(file, reader, encoding, notes):
     """Yield ('FILE, line N' or 'FILE, row N', row) from an open file of rows. A row is a JSON
     value, a dict of columns, or an Unusable. Raises Unusable if the file cannot be read.
-    notes: set to which lines for the report are added"""
+    notes: see Source"""
     file_type, name = file_format(Path(file.name)), shown(file.name)
     if file_type in ('parquet', 'arrow'):
         yield from table_rows(file, file_type, name, reader)
@@ -94,7 +94,7 @@ def json_lines(lines, name):
 
 def json_rows(text, name, reader, notes):
     """The rows of a .json file: one per line, or those of a list, or of an object that holds one
-    list."""
+    list of objects."""
     lines, filled = [], []
     while len(filled) < 2 and (line := text.readline()):
         lines.append(line)
@@ -119,15 +119,14 @@ def find_list(value, name, reader, notes):
         return value
     if not isinstance(value, dict) or reader.is_row(value):
         return [value]
-    lists = [key for key, rows in value.items() if isinstance(rows, list) and rows]
-    if len(lists) > 1:
-        lists = [key for key in lists if all(isinstance(row, dict) for row in value[key])] or lists
+    lists = [key for key, rows in value.items() if isinstance(rows, list) and rows
+             and all(isinstance(row, dict) for row in rows)]
     if len(lists) > 1:
         raise Unusable(name, f'holds several lists ({", ".join(map(repr, lists))[:100]})',
                        ': save each list that you need in its own file')
     if not lists:
         return [value]
-    notes.add(f'{name}: read the rows of {lists[0]!r}')
+    notes.setdefault(f'read the rows of {lists[0]!r}', set()).add(name)
     return value[lists[0]]
 
 
@@ -214,9 +213,10 @@ def table_rows(file, file_type, name, reader):
         else:
             batches = table
         for batch in batches:
-            for row in batch.select(columns).to_pylist():
-                number += 1
-                yield f'{name}, row {number}', row
+            for start in range(0, batch.num_rows, 256):
+                for row in batch.select(columns).slice(start, 256).to_pylist():
+                    number += 1
+                    yield f'{name}, row {number}', row
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as e:
         raise Unusable(name, 'cannot be read', f' ({one_line(e)})') from None
 
@@ -229,7 +229,8 @@ def field_advice(row):
     other = 'conversations run {} chat'
     if isinstance(row, dict) and match_name('input_ids', row):
         other = 'token ids run {} ids'
-    return f'--text_field, or for {other.format(command_for("prepare"))}'
+    return f'--text_field (a number if the table has no header), or for ' \
+        f'{other.format(command_for("prepare"))}'
 
 
 @dataclass(frozen=True)
@@ -237,6 +238,7 @@ class TextReader:
     """Reads the documents in a field of a row. text_field: its name, or '' for the first of
     TEXT_FIELDS"""
 
+    is_divisible = True  # whether the end of one long document can be held out
     text_field: str = ''
     separators: Separators = field(default_factory=Separators)
 
@@ -296,6 +298,7 @@ class IdsReader(TextReader):
     """Reads the token ids in a field of a row as text that `tokenizer`, an IdsTokenizer, encodes.
     Its end-of-text id separates documents within a row, too."""
 
+    is_divisible = False
     tokenizer: object = None
 
     def is_row(self, value):

@@ -119,8 +119,8 @@ def write_meta(folder, dtype, tokenizer, splits, command):
     splits: the entry of each. Raises UserError if a split is empty."""
     for split, entry in splits.items():
         if not entry['tokens']:
-            raise UserError(f'{command["input"]}: the {split} split is empty; use more text, or '
-                            'another --val_fraction, --split or --val_split')
+            raise UserError(f'{command["input"]}: the {split} split is empty: use more text, or '
+                            'another --val_fraction or --val_split')
     meta = {'format_version': FORMAT_VERSION, 'dtype': dtype_name(dtype),
             'vocab_size': tokenizer.vocab_size, 'tokenizer': tokenizer.to_json(),
             'splits': splits, 'source': command}
@@ -200,7 +200,10 @@ def is_up_to_date(folder, command, overwrite):
     if differences and not overwrite:
         raise UserError(f'{folder} holds another dataset ({", ".join(differences[:3])}); choose '
                         'another folder with --data_dir, or replace it with --overwrite')
-    return existing == command and not find_damage(open_dataset(folder))
+    if existing != command:
+        print(f'{folder}: preparing the data again, as the command or the input has changed')
+        return False
+    return not find_damage(open_dataset(folder))
 
 
 def write_dataset(folder, command, overwrite, write):

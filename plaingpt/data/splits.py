@@ -1,7 +1,7 @@
 """The pieces of a source → training and validation text.
 
-Validation text is whole documents where there are two or more, drawn by a hash of their text. Where
-a few files form one text, these are whole files. The end of one long text is held out.
+Validation text is whole documents where there are two or more, selected by a hash of their text.
+Where a few files form one text, these are whole files. The end of one long text is held out.
 """
 
 import math
@@ -10,7 +10,7 @@ from contextlib import closing
 from plaingpt.data.documents import hash_of
 
 VAL_CHARS = 4_000_000  # about a million tokens: enough for a precise loss on any corpus
-MAX_SHARE = 0.5  # of the text of a few documents that may be drawn for validation
+MAX_SHARE = 0.5  # of the text of few documents that may be held out
 
 
 def assign_splits(source, options, document_end=''):
@@ -18,50 +18,56 @@ def assign_splits(source, options, document_end=''):
     ends each document, for tokenizers without an end-of-text token."""
     if source.has_val_split:
         pieces = ((piece.split, piece.text, piece.new_document) for piece in source.pieces())
-    elif source.survey.is_complete and len(source.survey.documents) == 1:
+    elif source.reader.is_divisible and source.survey.is_complete \
+            and len(source.survey.documents) == 1:
         pieces = split_tail(source, options)
     else:
         pieces = split_by_hash(source, options)
     if source.is_continuous:
         return as_one_document(pieces)
-    return end_documents(pieces, document_end) if document_end else pieces
+    return append_document_ends(pieces, document_end) if document_end else pieces
 
 
 def split_by_hash(source, options):
-    """Draw documents for validation, until they have max_val_chars characters."""
-    few, threshold = None, math.ceil(options.val_fraction * 2**64)
-    if source.survey.is_complete:
-        few = draw_few(source.survey.documents, options.val_fraction)
-    elif min(source.survey.documents) >= threshold:
-        threshold = raise_threshold(source, threshold)
+    """Hold out the documents that select_documents() selects, up to max_val_chars characters."""
+    is_selected = select_documents(source, options.val_fraction)
     split, val_chars = 'train', 0
     for text, new_document, _ in source.pieces():
         if new_document:
-            # A document is drawn by its own text: adding or removing others leaves its split.
-            text_hash = hash_of(text)
-            is_drawn = text_hash < threshold if few is None else text_hash in few
-            split = 'val' if is_drawn and val_chars < options.max_val_chars else 'train'
+            is_val = is_selected(hash_of(text)) and val_chars < options.max_val_chars
+            split = 'val' if is_val else 'train'
         if split == 'val':
             val_chars += len(text)
         yield split, text, new_document
 
 
-def draw_few(sizes, fraction):
-    """{hash of a document: characters} of fewer than a hundred → the hashes of those for
-    validation: in the order of the hashes, as many as reach `fraction` of the text, without those
-    that would bring it above half."""
-    chars = sum(sizes.values())
-    limit = max(MAX_SHARE, fraction) * chars
-    drawn, val_chars = set(), 0
-    for text_hash, size in sorted(sizes.items()):
-        if val_chars < fraction * chars and val_chars + size <= limit:
-            drawn.add(text_hash)
-            val_chars += size
-    return drawn
+def select_documents(source, fraction):
+    """→ a function: the hash of a document → whether it is for validation. The hashes are uniform,
+    so those below a threshold are `fraction` of the documents. A document is selected by its own
+    text: adding or removing others leaves its split.
+
+    Documents may be so few that this is nothing, less than half of `fraction` or more than half of
+    the text. Then as many as reach `fraction` are selected, in the order of their hashes, without
+    those that would bring it above half."""
+    threshold = math.ceil(fraction * 2**64)
+    sizes, is_complete = source.survey
+    if not is_complete:
+        if min(sizes) >= threshold:
+            threshold = max(threshold, smallest_hash(source, threshold) + 1)
+        return threshold.__gt__
+    total, limit = sum(sizes.values()), max(MAX_SHARE, fraction) * sum(sizes.values())
+    selected = {text_hash for text_hash in sizes if text_hash < threshold}
+    if not fraction / 2 * total <= sum(map(sizes.get, selected)) <= limit:
+        selected, chars = set(), 0
+        for text_hash, size in sorted(sizes.items()):
+            if chars < fraction * total and chars + size <= limit:
+                selected.add(text_hash)
+                chars += size
+    return selected.__contains__
 
 
-def raise_threshold(source, threshold):
-    """The threshold at which at least one document is drawn."""
+def smallest_hash(source, threshold):
+    """The smallest hash of a document, or the first that is below the threshold."""
     smallest = 2**64
     with closing(source.pieces()) as pieces:
         for piece in pieces:
@@ -69,18 +75,21 @@ def raise_threshold(source, threshold):
                 smallest = min(smallest, hash_of(piece.text))
                 if smallest < threshold:
                     break
-    return max(threshold, smallest + 1)
+    return smallest
 
 
 def split_tail(source, options):
-    """Hold out the end of one long text, from the beginning of a line on."""
+    """Hold out the end of one long text, from the beginning of a line on, or the last of documents
+    that are all the same."""
     [chars] = source.survey.documents.values()
     fraction = min(options.val_fraction, options.max_val_chars / chars)
     val_start, position, split = int(chars * (1 - fraction)), 0, 'train'
     for text, new_document, _ in source.pieces():
         cut = val_start - position
         if split == 'train' and cut < len(text):
-            if options.cut_at_line:
+            if new_document and position:
+                cut = 0
+            elif options.cut_at_line:
                 cut = find_line(text, cut)
             if cut:
                 yield 'train', text[:cut], new_document
@@ -90,9 +99,10 @@ def split_tail(source, options):
 
 
 def find_line(text, index):
-    """The beginning of the line at `index` of a text or, if it is the first line, of the next one;
-    `index` if there is only one line."""
-    return text.rfind('\n', 0, index) + 1 or text.find('\n', index, len(text) - 1) + 1 or index
+    """The beginning of the line at `index` of a text or, if it is the first line, of the next one.
+    In a single line, of the word at `index`; `index` if there is a single word."""
+    return text.rfind('\n', 0, index) + 1 or text.find('\n', index, len(text) - 1) + 1 \
+        or text.rfind(' ', 0, index) + 1 or index
 
 
 def as_one_document(pieces):
@@ -103,7 +113,7 @@ def as_one_document(pieces):
         started.add(split)
 
 
-def end_documents(pieces, end):
+def append_document_ends(pieces, end):
     """End each document with `end`."""
     previous = None  # its document may continue
     for piece in pieces:

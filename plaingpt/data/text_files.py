@@ -31,11 +31,10 @@ def open_text(file, encoding='utf-8', errors='strict', advice=ENCODING_ADVICE):
     try:
         data = gzip.open(file) if file.name.lower().endswith('.gz') else file
         with data:
-            if encoding == 'utf-8':
-                encoding = 'utf-8-sig'  # skips a byte order mark
-                if data.peek(2)[:2] in UTF16_MARKS:
-                    encoding, errors = 'utf-16', 'strict'
-            yield io.TextIOWrapper(data, encoding, errors, newline='\n')
+            if encoding == 'utf-8' and data.peek(2)[:2] in UTF16_MARKS:
+                encoding, errors = 'utf-16', 'strict'
+            codec = 'utf-8-sig' if encoding == 'utf-8' else encoding  # skips a byte order mark
+            yield io.TextIOWrapper(data, codec, errors, newline='\n')
     except UnicodeError as e:
         raise Unusable(shown(file.name), f'not {encoding.upper()}',
                        f' ({e}): {advice}') from None
@@ -94,6 +93,7 @@ def read_documents(text, separators, piece_chars=PIECE_CHARS):
         if not block:
             return
         if is_new and remainder.isspace():  # the document may be blank
+            remainder = remainder[-piece_chars:]
             continue
         pieces, remainder = split_into_pieces(remainder, piece_chars, MARGIN)
         for piece in pieces:

@@ -8,14 +8,14 @@ from sample_data import CHAT
 
 from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS
 from plaingpt.data.conversations import ConversationReader
-from plaingpt.data.documents import FileOptions, Files
+from plaingpt.data.documents import Files
 from plaingpt.system.errors import UserError
 
 SPECIAL = dict(zip(range(257, 262), SPECIAL_TOKENS, strict=True))
 
 
 def read(path, columns=(), strict=True):
-    source = Files([path], str(path), ConversationReader(columns), FileOptions(strict=strict))
+    source = Files([path], str(path), ConversationReader(columns), strict=strict)
     messages = [json.loads(piece.text) for piece in source.pieces()]
     source.report()
     return messages

@@ -153,6 +153,12 @@ def test_max_tokens_trains_on_exactly_the_first_ones(tmp_path):
     assert entry['bytes'] == limit - train.count(0)
 
 
+def test_few_training_tokens_leave_validation_text(tmp_path):
+    write_rows(tmp_path / 'a.jsonl', TEXTS)
+    _, [text] = prepared(tmp_path / 'd', 'text', tmp_path / 'a.jsonl', '--max_tokens=1')
+    assert text in TEXTS
+
+
 def test_numbers_are_read_as_people_write_them():
     for text, number in (
             ('100M', 10**8), ('1.1b', 1_100_000_000), ('1e8', 10**8), ('100_000_000', 10**8),

@@ -1,7 +1,7 @@
 """Which documents are for training and for validation."""
 
 import hashlib
-from itertools import chain
+from itertools import chain, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -136,13 +136,27 @@ def test_the_end_of_one_long_text_is_held_out(size, is_continuous):
 
 
 @pytest.mark.parametrize(('text', 'val_start'), [
-    ('one\ntwo\nthree\nfour\n', 8), ('a long first line\nshort', 18), ('one line', 5),
-    ('one line\n', 6)])
+    ('one\ntwo\nthree\nfour\n', 8), ('a long first line\nshort', 18), ('one line', 4),
+    ('one line\n', 4), ('oneline', 4)])
 def test_it_is_cut_at_a_line_if_there_are_several(text, val_start):
     [(_, train, _), (_, val, _)] = assigned([Piece(text, True)], 0.3)
     assert (train, val) == (text[:val_start], text[val_start:])
     [(_, train, _), _] = assigned([Piece(text, True)], 0.3, cut_at_line=False)
     assert train == text[:int(0.7 * len(text))]
+
+
+@pytest.mark.parametrize('n', [2, 5, 10])
+def test_of_documents_that_are_all_the_same_the_last_are_held_out(n):
+    parts = assigned([Piece('the same again', True)] * n, 0.1)
+    assert [split for split, *_ in parts] == ['train'] * (n - 1) + ['val']
+
+
+@pytest.mark.parametrize('sizes', [[10] * 60, [5, 10, 20, 40] * 30])
+def test_a_document_that_is_held_out_stays_so_when_others_come(sizes):
+    texts = [f'{i} '.ljust(size, 'x') for i, size in enumerate(sizes)]
+    held_out = [{text for text, side in zip(texts[:n], sides(texts[:n], 0.1), strict=True)
+                 if side == 'val'} for n in range(len(sizes) // 2, len(sizes))]
+    assert sum(not fewer <= more for fewer, more in pairwise(held_out)) <= 1
 
 
 def test_one_row_gives_its_end(tmp_path):

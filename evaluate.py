@@ -148,10 +148,12 @@ def scored_splits(task, config, loaded, settings):
     pack = weights.state.get('config', {}).get('pack', 'stream')
     for name, part, _ in dataset.components:
         label = f'{task} of {part.folder}'
-        loader = part.loader(task, *sizes, pack=pack, **settings)
+        has_documents = part.is_by_line() or part.document_start is not None
+        part_pack = pack if has_documents else 'stream'
+        loader = part.loader(task, *sizes, pack=part_pack, **settings)
         if part.has_mask():
             label += ", the assistant's messages"
-        elif pack == 'stream':
+        elif part_pack == 'stream':
             loader = WholeLoader(loader.stream, *sizes, **settings)
         yield ScoredText(name, label, loader, part.token_bytes(task))
 

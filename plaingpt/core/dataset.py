@@ -72,17 +72,24 @@ class Dataset:
 
     @cached_property
     def document_start(self):
-        """The id that starts each document: end of text, if it is among the first READ_TOKENS
-        training tokens of a corpus. None for one continuous text, and for conversations, whose
-        prompts are those of ChatTokenizer.encode_prompt."""
+        """The id that starts each document, if it is among the first READ_TOKENS training tokens of
+        a corpus that is not one continuous text. None for conversations, whose prompts are those of
+        ChatTokenizer.encode_prompt."""
         if self.has_mask():
             return None
-        from plaingpt.data.tokenizers import end_of_text_of
-        end_of_text = end_of_text_of(self.tokenizer_json())  # None is not among the ids
+        from plaingpt.data.tokenizers import document_start_of
+        start = document_start_of(self.tokenizer_json())  # None is not among the ids
         for component in self.components:
-            if end_of_text in component.dataset.split('train').read(0, READ_TOKENS):
-                return end_of_text
+            documents = component.dataset.split_entry('train').get('documents', 1)
+            if self.is_by_line() and documents == 1:
+                continue  # the lines of one continuous text
+            if start in component.dataset.split('train').read(0, READ_TOKENS):
+                return start
         return None
+
+    def is_by_line(self):
+        """Whether the tokenizer has no end-of-text token, so that a line break ends a document."""
+        return self.tokenizer_json()['kind'] in ('char', 'words')
 
     def has_checksums(self):
         """Whether prepare.py wrote a meta.json with the checksums of the files."""
@@ -141,7 +148,15 @@ class Dataset:
             return TokenStream(files, self.vocab_size)
         from plaingpt.core.packing import ConversationTokens, DocumentTokens  # import torch
         if not masks:
-            return DocumentTokens(files, self.vocab_size, self.tokenizer())
+            from plaingpt.data.tokenizers import document_start_of
+            stream = DocumentTokens(files, self.vocab_size,
+                                    document_start_of(self.tokenizer_json()))
+            documents = self.split_entry(name).get('documents', 1)
+            if self.is_by_line() and 1 < documents < len(stream.document_starts):
+                raise UserError(f'{self.folder}: pack=documents: {documents:,} documents in '
+                                f'{len(stream.document_starts):,} lines, which this tokenizer does '
+                                'not tell apart: prepare the data with --tokenizer=byte or bpe:N')
+            return stream
         tokenizer = None
         if 'template' in self.tokenizer_json():  # a pretrained model's
             tokenizer = self.tokenizer()

@@ -6,7 +6,6 @@ document that is longer than a sequence is split, a conversation before a user t
 each later piece starts with the BOS token. The loss ignores the padding.
 """
 
-from contextlib import suppress
 from functools import cached_property
 
 import numpy as np
@@ -32,12 +31,10 @@ class DocumentTokens(TokenStream):
     adds_bos = False  # whether a sequence is read without the BOS token at its start
     may_repeat = False  # whether a later piece of a document may repeat a token
     next_tokens = 1  # after a document that are targets, too: the next one's BOS token ends it
+    noun = 'document'
 
-    def __init__(self, files, vocab_size, tokenizer):
+    def __init__(self, files, vocab_size, bos_id):
         super().__init__(files, vocab_size)
-        self.noun, bos_id = 'document', tokenizer.end_of_text
-        if bos_id is None:
-            self.noun, bos_id = 'line', line_break_id(tokenizer)
         self.bos_id = self.pad_id = bos_id
 
     @cached_property
@@ -50,7 +47,8 @@ class DocumentTokens(TokenStream):
         if not len(starts):
             raise UserError(f'{self.files[0].path}: pack=documents: no end-of-text token (for a '
                             'tokenizer without one: no line break) separates documents; prepare '
-                            'the data with --documents=line or --documents=file, or leave out pack')
+                            'the data with --documents=line, file or paragraph, or ids with '
+                            '--end_of_text, or leave out pack')
         # A token at the end starts no document. Text before the first one is a document, too.
         return np.union1d(0, starts[starts < len(self) - 1])
 
@@ -150,8 +148,8 @@ class PackedLoader(BatchLoader):
         self.starts, self.sizes = starts[has_targets], sizes[has_targets]
         self.with_bos, targets = with_bos[has_targets], targets[has_targets]
         if not len(targets):
-            raise UserError(f'{stream.files[0].path}: no sequence contains a token of a reply with '
-                            f'block_size={self.block_size}; raise --block_size')
+            raise UserError(f'{stream.files[0].path}: no sequence contains a token to predict with '
+                            f'block_size={self.block_size}; raise --block_size, or use more text')
         lengths = self.sizes + self.with_bos
         sequences = best_fit(lengths, self.length)
         # The pieces of each sequence, longest first; the sequences in the order of the data. Text
@@ -223,7 +221,7 @@ class PackedLoader(BatchLoader):
             for column, first, n in self.layout(start):
                 row[column:column + n] = stream.read(first, n)
                 in_loss[column + 1:column + n] = stream.in_loss(first, n)[1:]
-            # The padding starts with one BOS token, so that it is one document.
+            # After conversations, the padding starts with one BOS token: it is one document.
             row[column + n + 1:] = stream.pad_id
         idx = torch.from_numpy(tokens[:, :-1].copy())
         targets = torch.from_numpy(tokens[:, 1:].copy())
@@ -245,15 +243,6 @@ class PackedLoader(BatchLoader):
         if self.stream.loss_mask is not None:
             line += f'; dropped {count_of(self.dropped_tokens, "token")} without a reply'
         return line
-
-
-def line_break_id(tokenizer):
-    """The id of a line break, or -1 if it is not one token."""
-    with suppress(UserError):  # not in the vocabulary
-        ids = tokenizer.encode('\n').tolist()
-        if len(ids) == 1 and tokenizer.decode(ids) == '\n':
-            return ids[0]
-    return -1
 
 
 def find_subsequence(subsequence, ids):

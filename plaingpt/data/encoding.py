@@ -86,8 +86,8 @@ def warn_of_little_text(writers, options):
     """Warn if much less was held out than asked for: documents may have very different sizes."""
     train, val = (writers[split].tokens for split in SPLITS)
     if 0 < val < LITTLE * options.val_fraction * (train + val) and val < MANY_TOKENS:
-        warn(f'only {count_of(val, "token")} of {train + val:,} could be held out in whole documents, '
-             'so the validation loss says little; choose other --documents, or a larger '
+        warn(f'only {count_of(val, "token")} of {train + val:,} could be held out in whole '
+             'documents, so the validation loss says little; choose other --documents, or a larger '
              '--val_fraction')
 
 

@@ -34,7 +34,7 @@ def compare_splits(dataset, other):
     overlap = find_overlap(train, val)
     shares = {} if overlap is None else {'in_train': overlap}
     documents = dataset.split_entry('val').get('documents', 0)
-    if dataset.has_mask() or len(val) >= WINDOW * documents:
+    if dataset.has_mask() or dataset.has_own_ids() or len(val) >= WINDOW * documents:
         return shares
     val_lines = read_lines(val, dataset.tokenizer())
     train_lines = {*read_lines(train, dataset.tokenizer())}

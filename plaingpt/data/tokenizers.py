@@ -299,13 +299,18 @@ def vocab_size_of(description):
     return from_json(description).vocab_size
 
 
-def end_of_text_of(description):
-    """from_json(description).end_of_text, without loading a pretrained model's tokenizer."""
+def document_start_of(description):
+    """A tokenizer's JSON → the id that begins each document: end of text or, without one, the line
+    break that ends the document before it; None if it has neither. It does not load a pretrained
+    model's tokenizer."""
     if description['kind'] == 'gpt2':
         return GPT2Tokenizer.end_of_text
     if 'end_of_text' in description:
         return description['end_of_text']
-    return from_json(description).end_of_text
+    tokenizer = from_json(description)
+    if tokenizer.end_of_text is not None or not isinstance(tokenizer, ListTokenizer):
+        return tokenizer.end_of_text
+    return tokenizer.tokens.index('\n') if '\n' in tokenizer.tokens else None
 
 
 def token_bytes(tokenizer):

@@ -42,7 +42,7 @@ def prompt_ids(text, tokenizer, document_start):
     line break). None if there are no documents, or if the prompt is the middle of one"""
     if document_start is None:
         return tokenizer.encode(text).tolist()
-    ids = tokenizer.encode(text).tolist() if text not in ('', '\n') else []
+    ids = tokenizer.encode(text).tolist() if text not in ('', '\n', 'IDS:') else []
     return ids if ids[:1] == [document_start] else [document_start, *ids]
 
 

@@ -204,6 +204,12 @@ def test_rows_of_ids_are_documents(ending, options, separator, tmp_path):
         or not open_dataset(tmp_path / 'd').bytes_per_token('val')
 
 
+def test_one_row_of_ids_is_not_cut(tmp_path, capsys, monkeypatch):
+    (tmp_path / 'a.jsonl').write_text(json.dumps({'input_ids': [1234] * 50}) + '\n')
+    assert 'val' in fails(capsys, monkeypatch, prepare.main, 'ids', tmp_path / 'a.jsonl',
+                          '--vocab_size=1500', f'--data_dir={tmp_path}/d')
+
+
 @pytest.mark.parametrize(('row', 'word'), [
     ({'input_ids': [1, 20]}, '--vocab_size'), ({'input_ids': [-1]}, '--vocab_size'),
     ({'tokens': [1]}, '--text_field'), ({'input_ids': '1 2'}, 'input_ids')])

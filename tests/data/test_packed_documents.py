@@ -36,8 +36,7 @@ def loader_of(folder, block_size=32, batch_size=2, split='train', **settings):
 
 def loader_of_ids(folder, ids, block_size):
     np.array(ids, '<u2').tofile(folder / 'train.bin')
-    stream = DocumentTokens([open_tokens(folder / 'train.bin', np.dtype('<u2'))], 257,
-                            ByteTokenizer())
+    stream = DocumentTokens([open_tokens(folder / 'train.bin', np.dtype('<u2'))], 257, 256)
     return PackedLoader(stream, block_size, 1)
 
 
@@ -150,6 +149,14 @@ def test_text_without_documents_is_refused(tmp_path):
                       f'--data_dir={tmp_path}/{tokenizer}'])
         with pytest.raises(UserError, match=r'train\.bin: pack=documents.*--documents=line'):
             loader_of(tmp_path / tokenizer)
+
+
+def test_documents_of_several_lines_are_not_packed_by_lines(tmp_path):
+    (tmp_path / 'tunes.txt').write_text('\n\n'.join(f'X:{i}\nCDE' for i in range(30)))
+    prepare.main(['text', f'{tmp_path}/tunes.txt', '--documents=paragraph', '--tokenizer=char',
+                  f'--data_dir={tmp_path}/tunes'])
+    with pytest.raises(UserError, match=r'pack=documents.*--tokenizer=byte'):
+        loader_of(tmp_path / 'tunes')
 
 
 def test_a_mixture_cannot_be_packed(data):

@@ -120,6 +120,11 @@ def test_inspect_puts_the_loss_in_brackets(capsys):
     assert '\x1b' not in text  # it would move the cursor
 
 
+def test_one_conversation_is_not_cut():
+    with pytest.raises(UserError, match='val split is empty'):
+        prepare_chat(rows=pairs(1) * 3)
+
+
 def test_conversations_are_refused_in_a_mixture():
     prepare_chat()
     with pytest.raises(UserError, match='data/chat'):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 from itertools import chain
 
 import pytest
@@ -23,6 +24,13 @@ def test_a_few_unreadable_files_of_a_folder_are_left_out(folder, tmp_path, capsy
     out = capsys.readouterr().out
     for word in ('2 of 500', f'{folder}/7.txt', f'{folder}/8.txt'):
         assert word in out
+
+
+def test_of_a_damaged_packed_file_nothing_is_used(folder, tmp_path):
+    data = gzip.compress(random.Random(0).randbytes(300_000).hex().encode())
+    (folder / 'z.txt.gz').write_bytes(data[:-9])
+    texts = prepared(tmp_path / 'd', 'text', folder)
+    assert max(map(len, chain(*texts))) < 20
 
 
 def test_strict_leaves_out_no_file(folder, refused):

@@ -152,6 +152,13 @@ def test_a_mixture_has_documents_where_one_of_its_parts_has(folder, tmp_path):
     assert mixture.document_start == END
 
 
-def test_characters_and_conversations_have_no_such_id(char_data, tmp_path):
+def test_of_characters_a_line_break_ends_the_document_before(folder, tmp_path):
+    prepare.main(['text', f'{folder}/names.txt', '--documents=line', '--tokenizer=char',
+                  f'--data_dir={tmp_path}/chars'])
+    dataset = open_dataset(tmp_path / 'chars')
+    assert [dataset.document_start] == dataset.tokenizer().encode('\n').tolist()
+
+
+def test_characters_of_one_text_and_conversations_have_no_such_id(char_data, tmp_path):
     assert open_dataset(char_data).document_start is None
     assert open_dataset(write_chat(tmp_path / 'chat', conversations(3))).document_start is None

@@ -59,7 +59,7 @@ class PrepareConfig:
     val_split: str = ''  # Hub datasets: validation split (default: held out from split)
     data_dir: str = ''  # output folder (default: data/NAME)
     # documents
-    documents: Literal['auto', 'file', 'line', 'paragraph'] = 'auto'  # see docs/data.md
+    documents: Literal['auto', 'file', 'line', 'paragraph'] = 'auto'  # each is a document
     separators: bool = True  # <|endoftext|> and <|startoftext|> separate documents
     text_field: str = ''  # field with the text or ids, or number of a column without a name
     prompt: str = ''  # chat: column with the user's message, or its number

@@ -91,7 +91,8 @@ def find_packages():
         if duplicates <= MAX_DUPLICATE * len(shingles) and not is_table(data):
             selected.append(path)
             known_shingles.update(shingles)
-    # Shuffled, since the validation split takes the first documents: it gets some of each package.
+    # Shuffled, so that the validation split, which takes the first documents that a hash selects up
+    # to a limit, gets some of each package.
     return sorted(selected, key=lambda path: zlib.crc32(bytes(path)))
 
 

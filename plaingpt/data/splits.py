@@ -31,11 +31,14 @@ def assign_splits(source, options, document_end=''):
 def split_by_hash(source, options):
     """Hold out the documents that select_documents() selects, up to max_val_chars characters."""
     is_selected = select_documents(source, options.val_fraction)
-    split, val_chars = 'train', 0
+    held_out, split, val_chars = set(), 'train', 0  # held_out: hashes, as copies may come later
     for text, new_document, _ in source.pieces():
         if new_document:
-            is_val = is_selected(hash_of(text)) and val_chars < options.max_val_chars
-            split = 'val' if is_val else 'train'
+            text_hash, split = hash_of(text), 'train'
+            if is_selected(text_hash) and val_chars < options.max_val_chars:
+                held_out.add(text_hash)
+            if text_hash in held_out:
+                split = 'val'
         if split == 'val':
             val_chars += len(text)
         yield split, text, new_document

@@ -103,6 +103,16 @@ def test_of_a_few_documents_at_most_half_of_the_text_is_held_out_and_no_scrap(si
         assert held_out >= 0.1 * sum(map(len, texts)) or sizes[0] == 1 or len(sizes) > 9
 
 
+def test_copies_are_on_the_same_side_whatever_the_limit():
+    options = SimpleNamespace(val_fraction=0.1, max_val_chars=200, cut_at_line=True)
+    pieces = [Piece(text, True) for text in [*TEXTS, *TEXTS]]
+    sides = {'train': set(), 'val': set()}
+    for split, text, _ in splits.assign_splits(Pieces(pieces), options):
+        sides[split].add(text)
+    assert sides['val']
+    assert not sides['val'] & sides['train']
+
+
 def test_a_long_document_is_on_one_side():
     pieces = [Piece(f'{name}{i}', i == 0) for name in 'abcdefgh' for i in range(200)]
     for name in 'abcdefgh':

@@ -5,6 +5,7 @@ says how. Each page begins where the commands of the README end. `make test` fol
 alone, with shorter trainings, and reads the options of all other commands.
 """
 
+import csv
 import dataclasses
 import importlib
 import io
@@ -19,6 +20,7 @@ import tomllib
 from contextlib import ExitStack
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from _pytest.capture import FDCapture, MultiCapture
@@ -100,6 +102,15 @@ def write_own_files(folder, trained):
     for name, key in (('posts.jsonl', 'body'), ('rows/train.jsonl', 'text'),
                       ('corpus/a.jsonl', 'text')):
         write_rows(folder / name, key)
+    lines = TEXT[:9000].splitlines()
+    (folder / 'names.txt').write_text('\n'.join(lines))
+    (folder / 'tunes.abc').write_text('\n\n'.join(lines))
+    (folder / 'stories.txt').write_text('<|endoftext|>'.join(lines))
+    with open(folder / 'tweets.csv', 'w', newline='') as file:
+        csv.writer(file).writerows([*'12345', line] for line in lines)
+    (folder / 'rows.jsonl').write_text(''.join(
+        json.dumps({'input_ids': [*line.encode()]}) + '\n' for line in lines))
+    datasets.Dataset.from_dict({'text': lines}).save_to_disk(folder / 'saved')
     for name in ('out', 'out-a', 'out-b'):
         shutil.copytree(trained, folder / name)
     with pytest.MonkeyPatch.context() as patch:

@@ -46,7 +46,7 @@ from plaingpt.data.tokenizer_choice import (
 )
 from plaingpt.data.tokenizers import is_chat
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.formatting import command_for, quoted
+from plaingpt.system.formatting import command_for, quoted, shown
 from plaingpt.system.machine import allowed_cpus
 
 
@@ -157,7 +157,8 @@ def main(argv):
     if config.if_small and not corpus.small:
         raise UserError(f'{folder} is not prepared: run {command_for("prepare")} {name}')
     check_options(config, name, corpus)
-    print(f'preparing {name}: {", ".join(config.inputs()) or describe_corpus(corpus)}')
+    inputs = shown(', '.join(config.inputs())[:100])
+    print(f'preparing {name}: {inputs or describe_corpus(corpus)}')
     if corpus.kind == 'datatrove':
         prepare_datatrove(name, folder, config)
     elif corpus.kind == 'ids':

@@ -113,7 +113,8 @@ def open_hub_dataset(corpus, config, reader):
 class Source:
     """Base class: reads rows, a few of which may be unusable."""
 
-    is_continuous, has_val_split, document_end = False, False, '\n'
+    is_continuous = has_val_split = False
+    document_end = '\n'
 
     def __init__(self, name, reader, strict):
         """reader: reader.texts(row, where) are the documents in a row; strict: an unusable row or
@@ -157,7 +158,7 @@ class Source:
 
     def report(self):
         """Print what the last pass skipped. Raises UserError if it was too much."""
-        self.rows.check(self.rows.total)
+        self.rows.check()
         for line in (*self.rows.describe(), *self.reader.describe()):
             print(line)
         for line, files in self.notes.items():
@@ -182,7 +183,8 @@ class Files(Source):
         self.sizes = [path.stat().st_size for path in paths]
         self.total = sum(self.sizes)
         formats = [file_format(path) for path in paths]
-        self.has_rows, self.is_all_rows = {*formats} != {'text'}, 'text' not in formats
+        self.has_rows = any(file_type != 'text' for file_type in formats)
+        self.has_text = 'text' in formats
         if self.documents == 'paragraph':
             self.document_end = '\n\n'
         self._bytes_before = 0  # in the files before the open one
@@ -222,10 +224,10 @@ class Files(Source):
                     raise UserError(str(problem)) from None
                 self.files.skip(problem)
                 if len(self.paths) >= CONTINUOUS_FILES:  # otherwise list all problems at the end
-                    self.files.check(len(self.paths))
+                    self.files.check()
             self._bytes_before += size
-        self.files.check(len(self.paths))
-        self.rows.check(self.rows.total)
+        self.files.check()
+        self.rows.check()
 
     def read_file(self, path, size):
         """Yield (text, whether it begins a document) for one file. Raises Unusable."""
@@ -237,20 +239,20 @@ class Files(Source):
             raise Unusable(shown(path), 'cannot be read', f' ({e.strerror})') from None
         with self._file:
             file_type = file_format(path)
-            is_plain = self.encoding == 'utf-8' and not path.name.lower().endswith('.gz')
+            is_packed = path.name.lower().endswith('.gz')
             head = self._file.peek()
-            is_binary = file_type in ('parquet', 'arrow') or head[:2] in UTF16_MARKS
-            if is_plain and not is_binary and head.count(0) > MAX_NUL * len(head):
+            is_utf8 = self.encoding == 'utf-8' and head[:2] not in UTF16_MARKS
+            is_binary = is_packed or file_type in ('parquet', 'arrow')
+            if is_utf8 and not is_binary and head.count(0) > MAX_NUL * len(head):
                 raise Unusable(shown(path), 'not UTF-8 text',
                                f' (it is full of NUL bytes): {ENCODING_ADVICE}')
             if file_type != 'text':
-                for where, row in read_rows(self._file, self.reader, self.encoding,
-                                            self.notes):
+                for where, row in read_rows(self._file, self.reader, self.encoding, self.notes):
                     for text in self.read_row(where, row):
                         yield text, True
                 return
             by_line = self.documents == 'line'
-            is_long = size > text_files.BLOCK_CHARS or not is_plain
+            is_long = is_packed or size > text_files.BLOCK_CHARS
             if path not in self.explicit and (is_long or by_line):
                 self.check_readable(path)
             with open_text(self._file, self.encoding) as text:
@@ -289,7 +291,7 @@ class Files(Source):
         if self.is_continuous:
             print(f'read {count_of(len(self.paths), "file")} as one text (alternatives: '
                   '--documents=file, line or paragraph)')
-        elif self.documents == 'auto' and not self.is_all_rows:
+        elif self.documents == 'auto' and self.has_text:
             print('read each text file as a document (alternatives: --documents=line or paragraph)')
         super().report()
 
@@ -354,7 +356,7 @@ class HubDataset(Source):
                     where = f'{self.name}, split {self.splits[split]}, row {number}'
                     for text in self.read_row(where, row):
                         yield Piece(text, True, split)
-        self.rows.check(self.rows.total)
+        self.rows.check()
 
     def position(self):
         return self._position

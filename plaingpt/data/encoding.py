@@ -22,7 +22,9 @@ from plaingpt.system.errors import progress_bar, warn
 from plaingpt.system.formatting import count_of, short
 
 BATCH_CHARS = 2**20  # that a thread encodes at a time
-LITTLE, MANY_TOKENS = 0.1, 10_000  # less validation text than both says little about a model
+# Validation text that is less than both says little about a model.
+MIN_VAL_SHARE = 0.1  # of val_fraction
+MIN_VAL_TOKENS = 10_000
 
 
 class Job(NamedTuple):
@@ -85,7 +87,8 @@ def write_tokens(source, tokenizer, job, options):
 def warn_of_little_text(writers, options):
     """Warn if much less was held out than asked for: documents may have very different sizes."""
     train, val = (writers[split].tokens for split in SPLITS)
-    if 0 < val < LITTLE * options.val_fraction * (train + val) and val < MANY_TOKENS:
+    asked_for = options.val_fraction * (train + val)
+    if 0 < val < min(MIN_VAL_SHARE * asked_for, MIN_VAL_TOKENS):
         warn(f'only {count_of(val, "token")} of {train + val:,} could be held out in whole '
              'documents, so the validation loss says little; choose other --documents, or a larger '
              '--val_fraction')

@@ -87,7 +87,7 @@ def describe_ids(folder, tokenizer, dtype, command):
             if has_text_tokens or (folder / UNFINISHED).exists():
                 raise UserError(f'{folder} holds tokens of text and already describes them: train '
                                 'on it as it is, or put your own ids in another folder')
-            splits = {split: describe_split(paths[split], tokenizer, dtype) for split in SPLITS}
+            splits = {split: describe_files(paths[split], tokenizer, dtype) for split in SPLITS}
             dtype = parse_dtype(splits['train']['files'][0]['dtype'])
             write_meta(folder, dtype, tokenizer, splits, command)
     except OSError as e:
@@ -99,7 +99,7 @@ def describe_ids(folder, tokenizer, dtype, command):
     print_report(open_dataset(folder))
 
 
-def describe_split(paths, tokenizer, dtype):
+def describe_files(paths, tokenizer, dtype):
     """The entry of a split in meta.json. Raises UserError for an id beyond the vocabulary."""
     entry = {'tokens': 0, 'files': []}
     if tokenizer.end_of_text is not None:

@@ -38,16 +38,16 @@ class Tally:
         if len(examples) < MAX_EXAMPLES:
             examples.append(problem)
         if EARLY_STOP <= self.total == self.counts.total():
-            self.check(self.total)
+            self.check()
 
-    def check(self, total):
-        """Raises UserError if more than 1% of `total` are unusable."""
+    def check(self):
+        """Raises UserError if more than 1% are unusable."""
         count = self.counts.total()
-        if count <= MAX_UNUSABLE * total:
+        if count <= MAX_UNUSABLE * self.total:
             return
         reason, number = self.counts.most_common(1)[0]
         example, *others = self.examples[reason]
-        counted = f'{count:,} of {count_of(total, self.noun)} cannot be used'
+        counted = f'{count:,} of {count_of(self.total, self.noun)} cannot be used'
         if number < count:
             counted += f', {number:,} for this reason'
         if others:

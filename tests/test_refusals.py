@@ -32,10 +32,7 @@ train --dropout=1.0                         → dropout=1.0
 train --max_iters=-1                        → max_iters=-1
 train --out_dir=                            → out_dir
 train --out_dir=text.txt/out --dataset=chars → text.txt/out
-train --dataset=chars LINE.py out_dir = "a\0b" → out_dir=a\x00b
-train LINE.py dataset = "a\0b"              → NUL
-export run LINE.py dest = "a\0b"            → NUL
-train --device=cuda --dataset=chars         → --device=cpu
+train --device=cuda --dataset=chars         → device=cuda cpu auto
 train --parallel=fsdp --dataset=chars       → torchrun
 train --log_to=wandb,mlflow                 → log_to=wandb,mlflow mlflow tensorboard
 train --checkpoint=last --init_from=auto    → checkpoint=last latest best

@@ -39,10 +39,9 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from processes import exit_code, fork, options, ranks
 from runs import in_background
-
-import torch
 
 import prepare
 import train

@@ -197,7 +197,8 @@ def machine_name(device):
         return device_name(device)
     cpu = platform.processor() or platform.machine()  # on Linux only the architecture
     with suppress(OSError):
-        cpu = re.search('model name.*: (.*)|$', Path('/proc/cpuinfo').read_text(errors='replace'))[1] or cpu
+        cpuinfo = Path('/proc/cpuinfo').read_text(errors='replace')
+        cpu = re.search('model name.*: (.*)|$', cpuinfo)[1] or cpu
     return f'{cpu}, {torch.get_num_threads()} of {os.cpu_count()} cores'
 
 

@@ -143,14 +143,13 @@ class Settings:
             self.set(name, decode(text), 'on the command line')
         elif equals:
             self.set(name, parse_literal(text), 'on the command line')
-        elif types != [bool] and remaining and not remaining[0].startswith('--') \
-                and not remaining[0].endswith('.py'):
-            value = remaining.popleft()
-            self.problems.append(f'{arg} {value}: write {arg}={quoted(value)}')
-        elif bool not in types:
-            self.problems.append(f'{arg} needs a value: write {arg}=VALUE')
-        else:
+        elif bool in types:
             self.set(name, True, 'on the command line')
+        else:
+            value = 'VALUE'
+            if remaining and not remaining[0].startswith('--') and not remaining[0].endswith('.py'):
+                value = quoted(remaining.popleft())  # as in --max_iters 10
+            self.problems.append(f'{arg} needs a value: write {arg}={value}')
 
     def read_file(self, path, fixed):
         """Run a config file in its own namespace and set what it assigns, except for the settings

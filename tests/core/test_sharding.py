@@ -167,7 +167,7 @@ def test_sharded_blocks_are_compiled_once_each_to_train_or_evaluate(run, tmp_pat
     argv = ['--activation_checkpointing=none', '--report=True']  # with looks at the whole model
     run('one', *argv, processes=1)
     monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend=counter))
-    monkeypatch.setattr(devices, 'build_problem', lambda device: None)  # it needs no compiler
+    monkeypatch.setattr(devices, 'compile_problem', lambda device: None)  # it needs no compiler
     assert '\n4 graphs' in run('two', *argv, '--compile=True', main=main)
     one, two = ([line['loss'] for line in lines(tmp_path / name, 'loss')]
                 for name in ('one', 'two'))

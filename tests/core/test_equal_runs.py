@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+import torch._dynamo  # imported once, not in each fork
 import torch.distributed.fsdp
 from processes import launch, options
 from runs import TINY, lines, same, weights
@@ -40,6 +41,8 @@ WAYS = {  # processes, settings
 @pytest.fixture(autouse=True)
 def here(data, no_plots, muon_in_float32, monkeypatch):
     one_benchmark(monkeypatch, [' main'])  # a question: fewer than processes
+    # Planning a step takes longer than training on it. tests/experiments has plans.
+    monkeypatch.setattr(train, 'fit_to_memory', lambda build, config, *_: config)
 
 
 @pytest.fixture

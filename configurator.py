@@ -162,11 +162,13 @@ class Settings:
             self.problems.append(str(error))
             return
         lines, imported = assigned_and_imported(tree)
-        before = self.values.copy()
         for name, value in sorted(namespace.items(), key=lambda item: lines.get(item[0], 0)):
             is_private = name.startswith('_') or name in imported or callable(value)
-            is_unchanged = name not in lines and name in before and value is before[name]
-            if name in fixed or is_unchanged or (is_private and name not in before):
+            if name in self.values:
+                is_assigned = name in lines or value is not self.values[name]
+            else:
+                is_assigned = not is_private
+            if name in fixed or not is_assigned:
                 continue
             line = f', line {lines[name]}' if name in lines else ''
             self.set(name, value, f'in {path}{line}')

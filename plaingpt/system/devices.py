@@ -22,7 +22,9 @@ DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch
 
 def choose_device(requested, local_rank=0):
     """'auto', 'cpu', 'cuda', 'cuda:N' or 'mps' → (torch.device, reason). Raises UserError."""
-    gpus, has_mps = torch.cuda.device_count(), torch.backends.mps.is_available()
+    # With a driver that is too old for this torch, device_count() may not be 0.
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    has_mps = torch.backends.mps.is_available()
     name, reason = requested, 'as requested'
     if requested == 'auto' and gpus:
         name = 'cuda'
@@ -77,6 +79,11 @@ def choose_compile(requested, device):
         return False, 'as requested'
     if requested == 'auto' and device.type != 'cuda':
         return False, f'no speedup on {device.type}'
+    if requested == 'auto':
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 8:  # "Supported Hardware" of https://github.com/triton-lang/triton
+            return False, 'Triton needs compute capability 8.0 or newer; this GPU has ' \
+                          f'{major}.{minor}'
     problem = compile_problem(device)
     if requested == 'auto':
         return not problem, problem or 'CUDA; compiles during the first evaluation and step'
@@ -87,10 +94,6 @@ def choose_compile(requested, device):
 
 def compile_problem(device):
     """Why torch.compile does not work here, with the fix, or None: it compiles a small function."""
-    if device.type == 'cuda':
-        major, minor = torch.cuda.get_device_capability(device)
-        if major < 8:  # "Supported Hardware" of https://github.com/triton-lang/triton
-            return f'Triton needs compute capability 8.0 or newer; this GPU has {major}.{minor}'
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception as e:

@@ -19,6 +19,7 @@ import re
 import sys
 import traceback
 import typing
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,40 +48,29 @@ def load_config(cls, argv, doc='', positional='', several=False, read_saved=lamb
     if any(arg in ('--help', '-h') for arg in argv):
         print(help_text(cls, doc, positional, several))
         sys.exit(0)
-    arguments, problems = [], []
-    if positional:
-        argv, arguments, problems = take_positionals(cls, argv, positional, several)
-    settings = read_arguments(cls, argv, {})
+    settings = Settings(cls)
+    settings.read(argv, positional, several)
     try:
         saved = read_saved(settings.values)
     except UserError as error:
         # A mistake on the command line may be the reason, such as a run named without --out_dir.
-        raise UserError('\n'.join(problems + settings.problems or [str(error)])) from None
+        raise UserError('\n'.join(settings.problems or [str(error)])) from None
     if saved:
-        settings = read_arguments(cls, argv, saved)
-    if arguments:
-        settings.values[positional] = arguments
-    return build(cls, settings.values, problems + settings.problems)
+        settings = Settings(cls, saved, 'in the checkpoint')
+        settings.read(argv, positional, several)
+    return settings.build()
 
 
 def checked(cls, values):
     """`cls` from {name: value} set by a program, with load_config's checks. Raises UserError."""
-    settings = read_arguments(cls, [], values, 'in the call')
-    return build(cls, settings.values, settings.problems)
+    return Settings(cls, values, 'in the call').build()
 
 
-def build(cls, values, problems):
-    """→ `cls` with these values. Raises UserError with `problems` and those of the values."""
-    config = cls(**values)
-    problems = problems + outside_limits(config)
-    if hasattr(config, 'out_of_range'):
-        problems += config.out_of_range()
-    if hasattr(config, 'conflicts'):
-        with suppress(ArithmeticError):  # values out of range, reported above
-            problems += config.conflicts()
-    if problems:
-        raise UserError('\n'.join(problems))
-    return config
+def options_of(cls, argv):
+    """{key: value} of the valid options in `argv`."""
+    settings = Settings(cls)
+    settings.read([arg for arg in argv if arg.startswith('-')])
+    return settings.assigned
 
 
 def defaults(cls):
@@ -93,90 +83,108 @@ def defaults(cls):
 
 
 class Settings:
-    """The values of a dataclass's fields, {name: value}, and the problems found while reading them.
-    """
+    """The settings of a dataclass as they are read, and the problems found meanwhile."""
 
-    def __init__(self, cls):
+    def __init__(self, cls, saved=None, place=''):
+        """saved: {name: value} that replace the defaults; place: where they come from"""
         self.cls = cls
         self.values = defaults(cls)
+        self.assigned = {}
         self.problems = []
+        for name, value in (saved or {}).items():
+            self.set(name, value, place)
 
     def set(self, name, value, place):
-        """Convert and store a value, or note the problem → whether it was stored."""
+        """Convert and store a value, or note the problem."""
         if name not in self.values:
             hint = did_you_mean(name, self.values, 'see --help for all keys')
             self.problems.append(f'unknown key {name!r} {place}: {hint}')
-            return False
+            return
         types = accepted_types(self.cls, name)
         try:
-            self.values[name] = convert(value, types)
+            self.values[name] = self.assigned[name] = convert(value, types)
         except ValueError:
             names = {int: 'an integer', float: 'a number', bool: 'true or false', str: 'a string'}
             expected = ' or '.join(names.get(t, str(t)) for t in types)
             self.problems.append(f'{name}={value!r} {place}: expected {expected}')
-            return False
-        return True
 
-
-def read_arguments(cls, argv, saved, place='in the checkpoint'):
-    """→ Settings: the defaults, then `saved` values (from `place`), then `argv` left to right."""
-    settings = Settings(cls)
-    for name, value in saved.items():
-        settings.set(name, value, place)
-    for i, arg in enumerate(argv):
-        previous = argv[i - 1] if i else ''
-        if is_value_of(previous, arg, settings.values):
-            settings.problems[-1] = f'{previous} {arg}: write {previous}={quoted(arg)}'
-        elif arg.startswith('-'):
-            name, value, problem = read_option(cls, arg)
-            if problem:
-                settings.problems.append(problem)
+    def read(self, argv, positional='', several=False):
+        """Read arguments from left to right. Parameters as in load_config."""
+        remaining, positionals = deque(argv), []
+        while remaining:
+            arg = remaining.popleft()
+            lacks_dashes = arg.partition('=')[0] in self.values and not os.path.lexists(arg)
+            if arg.startswith('-'):
+                self.read_option(arg, remaining)
+            elif arg.endswith('.py') and not several:
+                self.read_file(arg, options_of(self.cls, remaining))
+            elif positional and arg and not lacks_dashes:
+                positionals.append(arg)
+                self.set(positional, positionals if several else arg, 'on the command line')
             else:
-                settings.set(name, value, 'on the command line')
-        elif arg.endswith('.py'):
-            for name, value, place in read_file(arg, settings, options_of(cls, argv[i + 1:])):
-                settings.set(name, value, place)
-        else:
-            settings.problems.append(f'{arg!r} is not a config file (*.py): write options as '
+                self.problems.append(f'{arg!r} is not a config file (*.py): write options as '
                                      '--key=value')
-    return settings
+        options = [arg for arg in argv if arg.startswith(f'--{positional}=')]
+        if positionals and (options or (len(positionals) > 1 and not several)):
+            self.problems.append(f'{" and ".join(positionals + options)}: all of these set '
+                                 f'{positional}; keep only one')
 
+    def read_option(self, arg, remaining):
+        """Set `--key=value`, or `--key` alone to True. remaining: the arguments after it"""
+        name, equals, text = arg.removeprefix('--').partition('=')
+        types = accepted_types(self.cls, name) if name in self.values else [bool]
+        if not arg.startswith('--') or not name:
+            self.problems.append(f'{arg!r}: write options as --key=value')
+        elif equals and str in types:
+            # Text stays as typed: --start=1e3 means those three characters. The annotation may have
+            # a function that decodes escapes; in a config file, Python does that.
+            hint = get_type_hints(self.cls, include_extras=True)[name]
+            decode, = getattr(hint, '__metadata__', [str])
+            self.set(name, decode(text), 'on the command line')
+        elif equals:
+            self.set(name, parse_literal(text), 'on the command line')
+        elif bool in types:
+            self.set(name, True, 'on the command line')
+        else:
+            value = 'VALUE'
+            if remaining and not remaining[0].startswith('--') and not remaining[0].endswith('.py'):
+                value = quoted(remaining.popleft())  # as in --max_iters 10
+            self.problems.append(f'{arg} needs a value: write {arg}={value}')
 
-def is_value_of(option, arg, values):
-    """Whether the user wrote `--key value` instead of `--key=value`."""
-    return option.startswith('--') and option[2:] in values and not arg.startswith('--') \
-        and not arg.endswith('.py') and type(values[option[2:]]) is not bool
+    def read_file(self, path, fixed):
+        """Run a config file in its own namespace and set what it assigns, except for the settings
+        in `fixed`, {name: value}, which options after the file set."""
+        path = find_recipe(path)
+        namespace = Namespace({**self.values, '__file__': path}, fixed)
+        try:
+            tree = run_file(path, namespace)
+        except UserError as error:  # possibly raised by what the file imports or reads
+            self.problems.append(str(error))
+            return
+        lines, imported = assigned_and_imported(tree)
+        for name, value in sorted(namespace.items(), key=lambda item: lines.get(item[0], 0)):
+            is_private = name.startswith('_') or name in imported or callable(value)
+            if name in self.values:
+                is_assigned = name in lines or value is not self.values[name]
+            else:
+                is_assigned = not is_private
+            if name in fixed or not is_assigned:
+                continue
+            line = f', line {lines[name]}' if name in lines else ''
+            self.set(name, value, f'in {path}{line}')
 
-
-def read_option(cls, arg):
-    """`--key=value`, or `--key` alone for True → (name, value, problem or None)"""
-    name, equals, text = arg.removeprefix('--').partition('=')
-    known = name in defaults(cls)
-    if not arg.startswith('--') or not name:
-        return name, None, f'{arg!r}: write options as --key=value'
-    if equals and known and str in accepted_types(cls, name):
-        # Text stays as typed: --start=1e3 means those three characters. The annotation may have a
-        # function that decodes escapes; in a config file, Python does that.
-        hint = get_type_hints(cls, include_extras=True)[name]
-        decode, = getattr(hint, '__metadata__', [str])
-        return name, decode(text), None
-    if equals:
-        return name, parse_literal(text), None
-    if known and bool not in accepted_types(cls, name):
-        return name, None, f'--{name} needs a value: write --{name}=VALUE (without spaces)'
-    return name, True, None
-
-
-def options_of(cls, argv):
-    """{key: value} of the valid options in `argv`."""
-    settings = Settings(cls)
-    options = {}
-    for arg in argv:
-        if arg.startswith('-'):
-            name, value, problem = read_option(cls, arg)
-            if not problem and settings.set(name, value, ''):
-                options[name] = settings.values[name]
-    return options
+    def build(self):
+        """→ the dataclass. Raises UserError with all problems."""
+        config = self.cls(**self.values)
+        problems = self.problems + outside_limits(config)
+        if hasattr(config, 'out_of_range'):
+            problems += config.out_of_range()
+        if hasattr(config, 'conflicts'):
+            with suppress(ArithmeticError):  # values out of range, reported above
+                problems += config.conflicts()
+        if problems:
+            raise UserError('\n'.join(problems))
+        return config
 
 
 def parse_literal(text):
@@ -201,60 +209,33 @@ class Namespace(dict):
             super().__setitem__(name, value)
 
 
-def read_file(path, settings, fixed):
-    """Run a config file in its own namespace → [(name, value, place)] that it assigned. fixed:
-    {name: value} set by options after the file"""
-    path = find_recipe(path)
-    namespace = Namespace({**settings.values, '__file__': path}, fixed)
-    try:
-        source = run_file(path, namespace)
-    except UserError as error:  # possibly raised by what the file imports or reads
-        settings.problems.append(str(error))
-        return []
-    lines, imported = assigned_and_imported(source)
-    assigned = []
-    for name, value in sorted(namespace.items(), key=lambda item: lines.get(item[0], 0)):
-        is_private = name.startswith('_') or name in imported or callable(value)
-        if name in fixed or (is_private and name not in settings.values):
-            continue
-        if name in settings.values and name not in lines and value is settings.values[name]:
-            continue  # not assigned
-        place = f'in {path}, line {lines[name]}' if name in lines else f'in {path}'
-        assigned.append((name, value, place))
-    return assigned
-
-
 def run_file(path, namespace):
-    """Run a config file → its source. Raises UserError."""
+    """Run a config file → its syntax tree. Raises UserError."""
     try:
-        with open(path, encoding='utf-8-sig') as f:
-            source = f.read()
+        source = Path(path).read_bytes()
     except OSError as e:
         name = Path(path).stem.removeprefix('train_')  # the prefix of nanoGPT's config files
-        recipes = sorted(recipe.stem for recipe in Path('config').glob('*.py'))
-        hint = did_you_mean(name, recipes, 'see the folder config')
+        recipes = sorted(recipe.stem for recipe in (ROOT / 'config').glob('*.py'))
+        hint = did_you_mean(name, recipes, f'see {ROOT / "config"}')
         raise UserError(f'config file {path}: {e.strerror}: {hint}') from None
-    except UnicodeDecodeError:
-        raise UserError(f'config file {path}: not a text file') from None
     try:
-        exec(compile(source, path, 'exec'), namespace)
+        tree = ast.parse(source, path)
+        exec(compile(tree, path, 'exec'), namespace)
     except UserError:
         raise
-    except SyntaxError as e:
-        raise UserError(f'config file {path}, line {e.lineno}: syntax error: {e.msg}') from None
     except (Exception, SystemExit) as e:
         lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__)
                  if frame.filename == path]
-        line = lines[-1] if lines else 0
+        line = lines[-1] if lines else getattr(e, 'lineno', 0)  # of a SyntaxError
         message = ' '.join(f'{type(e).__name__}: {e}'.split())
         raise UserError(f'config file {path}, line {line}: {message}') from None
-    return source
+    return tree
 
 
-def assigned_and_imported(source):
-    """Source of a file → ({name: line of its last assignment}, {imported names})"""
+def assigned_and_imported(tree):
+    """Syntax tree of a file → ({name: line of its last assignment}, {imported names})"""
     lines, imported = {}, set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             lines[node.id] = max(node.lineno, lines.get(node.id, 0))
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -268,33 +249,6 @@ def find_recipe(path):
     if Path(path).parent == Path('config') and not os.path.lexists(path) and recipe.is_file():
         return str(recipe)
     return path
-
-
-def take_positionals(cls, argv, key, several):
-    """Replace an argument without dashes by an option, `out` → `--out_dir=out`, or with `several`
-    take all of them out → (argv, arguments taken out, problems). Config files are left alone, and
-    so are mistakes that read_arguments reports."""
-    names = defaults(cls)
-    indices = []
-    for i, arg in enumerate(argv):
-        is_config_file = arg.endswith('.py') and not several
-        is_value = i > 0 and is_value_of(argv[i - 1], arg, names)  # reported later
-        lacks_dashes = arg.partition('=')[0] in names and not os.path.lexists(arg)  # so is this
-        if arg and not arg.startswith('-') and not (is_config_file or is_value or lacks_dashes):
-            indices.append(i)
-    if not indices:
-        return argv, [], []
-    values = [argv[i] for i in indices]
-    options = [arg for arg in argv if arg.startswith(f'--{key}=')]
-    problems = []
-    if options or (len(values) > 1 and not several):
-        problems.append(f'{" and ".join([*values, *options])}: all of these set {key}; keep only '
-                        'one')
-    remaining = [arg for i, arg in enumerate(argv) if i not in indices]
-    if several:
-        return remaining, values, problems
-    remaining.insert(indices[0], f'--{key}={values[0]}')
-    return remaining, [], problems
 
 
 # -----------------------------------------------------------------------------

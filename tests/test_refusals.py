@@ -18,7 +18,6 @@ train --max_iters 10                        → --max_iters=10
 train -batch_size=3                         → -batch_size=3 --key=value
 train --learning_rte=1e-3                   → learning_rte learning_rate
 train --epochs=3                            → epochs max_iters
-train --lr=3                                → lr learning_rate
 train --seq-len=8                           → seq-len block_size
 train --unheard_of=3                        → unheard_of --help
 train --batch_size                          → --batch_size=VALUE
@@ -32,20 +31,15 @@ train --dropout=1.0                         → dropout=1.0
 train --max_iters=-1                        → max_iters=-1
 train --out_dir=                            → out_dir
 train --out_dir=text.txt/out --dataset=chars → text.txt/out
-train --dataset=chars LINE.py out_dir = "a\0b" → out_dir=a\x00b
-train LINE.py dataset = "a\0b"              → NUL
-export run LINE.py dest = "a\0b"            → NUL
-train --device=cuda --dataset=chars         → --device=cpu
+train --device=cuda --dataset=chars         → device=cuda cpu auto
 train --parallel=fsdp --dataset=chars       → torchrun
 train --log_to=wandb,mlflow                 → log_to=wandb,mlflow mlflow tensorboard
 train --checkpoint=last --init_from=auto    → checkpoint=last latest best
 train --checkpoint=best                     → --init_from=resume
-train --checkpoint=99 --init_from=auto      → out
 train --init_from=resume                    → out
 train --init_from=resum                     → init_from resum resume
 train --lr_schedule=cosin                   → lr_schedule=cosin cosine wsd
 train --lr_schedule=linear:0.5              → lr_schedule=linear:0.5
-train --lr_scales=embedding                 → lr_scales=embedding
 train --lr_scales=tail:2                    → lr_scales=tail:2
 train --n_embd=100 --n_head=3               → n_embd=100
 train --min_lr=1 --learning_rate=0.1        → min_lr=1.0
@@ -54,8 +48,6 @@ train --total_batch_size=1000               → total_batch_size=1000
 train --batch_size=auto                     → total_batch_size
 train --patience=3 --check=overfit          → patience=3 check=overfit
 train --minutes=1 --max_iters=9             → --max_iters
-train --minutes=1 --lr_decay_iters=9 --warmup_iters=1 → --lr_decay_iters
-train --minutes=-1                          → minutes=-1
 train LINE.py learning_rte = 3              → LINE.py 1 learning_rte learning_rate
 train LINE.py n_head = = 4                  → LINE.py 1
 train LINE.py n_layer = lambda: 3           → n_layer= LINE.py 1
@@ -67,16 +59,10 @@ sample run --start=naïve                    → 'ï'
 sample run --start=                         → start
 sample run --start=FILE:nowhere.txt         → nowhere.txt
 sample run --checkpoint=5                   → --checkpoint=5
-sample run --top_p=0                        → top_p
-sample run --temperature=-1                 → temperature
-sample run --repetition_penalty=0           → repetition_penalty
-sample run --num_samples=0                  → num_samples
-sample run --batch_size=0                   → batch_size
 sample run '--stop=["a", 5]'                → stop= JSON
 sample run --device=cuda:99                 → cuda
 sample run --chat                           → --start
 sample run --prompt=a                       → prompt start
-sample run --max_tokens=5                   → max_tokens max_new_tokens
 sample --init_from=gpt5                     → gpt5
 sample out-none                             → out-none
 sample .                                    → ckpt.pt --init_from=ckpt.pt
@@ -85,22 +71,17 @@ sample gpt2                                 → gpt2 --init_from
 sample a b                                  → a b out_dir
 sample a --out_dir=b                        → a --out_dir=b
 sample top_k=5                              → top_k=5 --key=value
-sample --start a                            → --start=a
-sample missing.py                           → missing.py
 sample ''                                   → .py
 
-evaluate out-none                           → out-none
 evaluate run --tasks=text                   → --data
 evaluate run --tasks=val --data=x           → --data
 evaluate run --tasks=text --data=none       → none
 evaluate run --tasks=                       → tasks
-evaluate run --batch_size=0                 → batch_size
 evaluate run --dataset=nowhere              → nowhere prepare.py --data_dir
 evaluate run --output=no/folder             → output=no/folder
 
 export run                                  → dest
 export run --dest=data                      → dest=data
-export out-none --dest=x                    → out-none
 export --init_from=nobody/nothing --dest=x  → nobody/nothing
 
 serve out-none --port=0                     → out-none
@@ -111,8 +92,6 @@ serve run --host=my.example                 → API_KEY
 plan --init_from=gpt2 --dataset=chars       → 50257
 plan --init_from=run --block_size=32        → block_size=32 16
 plan --gpu=4090                             → gpu=4090 --gpu_memory_gb
-plan --init_from=gpt3                       → gpt3 gpt2
-plan --init_from=resume --out_dir=data      → data
 
 plot                                        → out_dir
 plot nowhere                                → nowhere
@@ -130,7 +109,6 @@ prepare text text.txt --tokenizer=bpe:257   → bpe:258
 prepare text text.txt --tokenizer=magic     → tokenizer
 prepare text text.txt --data_dir=text.txt/d → text.txt/d
 prepare text text.txt --encoding=klingon    → encoding=klingon
-prepare text text.txt --encoding=hex        → encoding=hex
 prepare chat                                → --input
 prepare chat text.txt                       → text.txt .jsonl
 prepare chat rows.jsonl --max_tokens=5      → max_tokens=5

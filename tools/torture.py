@@ -39,6 +39,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from processes import exit_code, fork, options, ranks
 from runs import in_background
 
@@ -49,7 +50,7 @@ from plaingpt.core.checkpoint import checkpoint_paths, find, intact
 from plaingpt.experiments.runs import save_csv
 from plaingpt.monitoring.run_record import read_rows
 from plaingpt.system import distributed
-from plaingpt.system.devices import cpu_name
+from plaingpt.system.devices import machine_name
 from plaingpt.system.errors import run_script
 from plaingpt.system.files import make_writable, sha256_of
 
@@ -348,7 +349,8 @@ def main(argv):
             summary = ', '.join(f'{n} {event}' for event, n in sorted(counts.items()))
             print(f'{name}: {rounds} rounds ({summary}): {failures} failed', flush=True)
             rows.append({'group': name, 'rounds': rounds, 'events': summary, 'failed': failures,
-                         'seed': config.seed, 'minutes': minutes, 'machine': cpu_name()})
+                         'seed': config.seed, 'minutes': minutes,
+                         'machine': machine_name(torch.device('cpu'))})
     if config.save:
         save_csv(Path(config.save, 'torture.csv'), rows)
     total = sum(row['failed'] for row in rows)

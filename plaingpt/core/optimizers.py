@@ -13,9 +13,8 @@ from itertools import groupby
 import torch
 from torch.optim.adamw import adamw as adamw_step
 
-from plaingpt.core.owners import from_owners, to_owners
 from plaingpt.system.devices import cpu_has_bfloat16
-from plaingpt.system.distributed import local_rows
+from plaingpt.system.distributed import is_sharded, local_rows
 
 
 def build_optimizer(model, config):
@@ -196,7 +195,7 @@ class MuonAdamW(torch.optim.Optimizer):
         torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
         directions = torch._foreach_lerp(gradients, momenta, self.momentum)  # Nesterov momentum
         directions = torch.stack(directions).to(newton_schulz_dtype(momenta[0].device))
-        directions = to_owners(directions, params[0])  # (n, R, C)
+        directions = reshard(directions, params, 1, 0)  # (n, R, C)
         updates = [orthogonalize(matrices).float()
                    for matrices in split_matrices(directions, matrix_rows)]
         if self.normuon:
@@ -205,17 +204,17 @@ class MuonAdamW(torch.optim.Optimizer):
         for matrices in updates:
             matrices *= applied * math.sqrt(max(matrices.shape[-2:]) / max_dim)
         updates = torch.cat([matrices.flatten(1, 2) for matrices in updates], dim=1)  # (n, R, C)
-        updates = from_owners(updates, params)
+        updates = reshard(updates, params, 0, 1)
         torch._foreach_mul_(weights, 1 - lr * weight_decay * applied)
         torch._foreach_add_(weights, list(updates), alpha=-lr * (0.2 * math.sqrt(max_dim)))
 
     def normalize_updates(self, updates, params, matrix_rows, applied):
         """Normalize the rows of the updates, split by split_matrices(), and update their EMAs."""
         states = local_shards(self.state[p]['exp_avg_sq_rows'] for p in params)
-        row_squares = to_owners(torch.stack(states), params[0])  # (n, R, 1)
+        row_squares = reshard(torch.stack(states), params, 1, 0)  # (n, R, 1)
         for i, squares in enumerate(split_matrices(row_squares, matrix_rows)):
             updates[i] = normalize_rows(updates[i], squares, (1 - self.beta2) * applied)
-        torch._foreach_copy_(states, list(from_owners(row_squares, params)))
+        torch._foreach_copy_(states, list(reshard(row_squares, params, 0, 1)))
 
     def step_adamw(self, params, lr, weight_decay, **_):
         params = [p for p in params if p.grad is not None]
@@ -242,6 +241,19 @@ def split_matrices(weights, matrix_rows):
 def local_shards(tensors):
     """This process's rows of each tensor: all of them, unless the tensors are sharded."""
     return [local_rows(tensor)[0] for tensor in tensors]
+
+
+def reshard(stack, params, dim, new_dim):
+    """Exchange the shards of a stack of matrices (n, R, C), one for each of the n params (R, …).
+    If the params are sharded, a process holds rows of all matrices (dim 1) or, since Muon needs
+    whole matrices, all rows of some matrices (dim 0). Otherwise the stack is returned unchanged."""
+    if not is_sharded(params[0]):
+        return stack
+    from torch.distributed.tensor import DTensor, Shard
+    shape = torch.Size((len(params), len(params[0]), stack.size(2)))
+    sharded = DTensor.from_local(stack, params[0].device_mesh, [Shard(dim)], run_check=False,
+                                 shape=shape, stride=(shape[1] * shape[2], shape[2], 1))
+    return sharded.redistribute(placements=[Shard(new_dim)]).to_local()
 
 
 OPTIMIZERS = {'adamw': adamw, 'sgd': sgd, 'muon': MuonAdamW,

@@ -1,5 +1,6 @@
 """Shard a GPT over the processes with FSDP2: wrap it, initialize its shards, gather a full copy."""
 
+import logging
 import warnings
 from contextlib import contextmanager
 
@@ -37,6 +38,8 @@ def materialize(model, device):
     for name, buffer in model.named_buffers():  # e.g. rotary tables, which no checkpoint has
         buffer.copy_(buffers[name])
     warnings.filterwarnings('ignore', 'FSDP2-wrapped module .* returned a view')  # the logits
+    # DTensor warns on CPUs that gloo has no all-to-all, which Muon uses: it gathers instead.
+    logging.getLogger('torch.distributed.tensor._collective_utils').setLevel(logging.ERROR)
 
     def reshard_after_inference(*_):
         # FSDP2 keeps the root gathered for the backward pass; without one, nothing frees it.

@@ -9,7 +9,6 @@ from pathlib import Path
 from plaingpt.core.checkpoint import checkpoint_paths, clean_up, find, iteration_of
 from plaingpt.core.progress import FINISHED, TIME_UP
 from plaingpt.core.settings import NOT_COMPARED
-from plaingpt.data.overlap import compare_corpora
 from plaingpt.monitoring.references import find_reference
 from plaingpt.monitoring.run_record import RUN_FILES, describe_run, trim_logs
 from plaingpt.monitoring.run_report import write_report
@@ -29,6 +28,7 @@ def open_run_folder(run):
     if not launched_world().is_main:
         return record
     if not resumed and len(run.dataset.components) > 1:
+        from plaingpt.data.overlap import compare_corpora
         compare_corpora([component.dataset for component in run.dataset.components])
     if config.is_read_only:
         return record

@@ -1,22 +1,17 @@
 """The device: selection, precision, compilation, random state, peak FLOP/s and memory."""
 
 import base64
-import ctypes
 import os
 import platform
 import re
-import shutil
-import subprocess
 import sys
-import sysconfig
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
 from plaingpt.system.errors import UserError
-from plaingpt.system.formatting import count_of, one_line
+from plaingpt.system.formatting import one_line
 from plaingpt.system.machine import free_memory
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
@@ -27,26 +22,24 @@ DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch
 
 def choose_device(requested, local_rank=0):
     """'auto', 'cpu', 'cuda', 'cuda:N' or 'mps' → (torch.device, reason). Raises UserError."""
-    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    # With a driver that is too old for this torch, device_count() may not be 0.
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    has_mps = torch.backends.mps.is_available()
     name, reason = requested, 'as requested'
-    if requested == 'auto':
-        if has_cuda:
-            name = 'cuda'
-        elif has_mps:
-            name, reason = 'mps', 'an Apple GPU'
-        else:
-            name, reason = 'cpu', 'no GPU found'
-    if not re.fullmatch(r'cpu|mps|cuda(:\d+)?', name):
-        raise UserError(f'device={name!r}: unknown device: use auto, cpu, cuda, cuda:0 or mps')
+    if requested == 'auto' and gpus:
+        name = 'cuda'
+    elif requested == 'auto' and has_mps:
+        name, reason = 'mps', 'an Apple GPU'
+    elif requested == 'auto':
+        name, reason = 'cpu', 'no GPU found'
+    if name == 'cuda':
+        name = f'cuda:{local_rank}'  # one process per GPU
+    available = ['cpu', *(f'cuda:{index}' for index in range(gpus)), *(['mps'] if has_mps else [])]
+    if name not in available:
+        raise UserError(f'device={name}: not available; this machine has {", ".join(available)}: '
+                        'use one of these, or auto')
     device = torch.device(name)
-    if (device.type == 'cuda' and not has_cuda) or (device.type == 'mps' and not has_mps):
-        raise UserError(f'device={name}: not available here: use --device=cpu or --device=auto')
     if device.type == 'cuda':
-        device = torch.device('cuda', local_rank if device.index is None else device.index)
-        if device.index >= torch.cuda.device_count():
-            gpus = count_of(torch.cuda.device_count(), 'GPU')
-            raise UserError(f'device=cuda:{device.index}: this machine has {gpus}: start at most '
-                            'that many processes')
         torch.cuda.set_device(device)
         reason = device_name(device)
     return device, reason
@@ -81,56 +74,32 @@ def choose_dtype(requested, device, n_embd, training=False):
 
 def choose_compile(requested, device):
     """'auto', True, False or 'blocks' → (value for this device, reason). Raises UserError if
-    compilation was requested and cannot work."""
-    if requested in (True, 'blocks'):
-        problem = build_problem(device)
-        if problem:
-            raise UserError(f'compile={requested}: {problem}; or use --compile=False')
-    if requested != 'auto':
-        return requested, 'as requested'
-    if device.type != 'cuda':
+    compilation was requested and does not work."""
+    if requested is False:
+        return False, 'as requested'
+    if requested == 'auto' and device.type != 'cuda':
         return False, f'no speedup on {device.type}'
-    from torch.utils._triton import has_triton
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:  # "Supported Hardware" of https://github.com/triton-lang/triton
-        return False, f'Triton needs compute capability 8.0 or newer; this GPU has {major}.{minor}'
-    if not has_triton():
-        return False, 'Triton is not installed'
-    problem = build_problem(device)
+    if requested == 'auto':
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 8:  # "Supported Hardware" of https://github.com/triton-lang/triton
+            return False, 'Triton needs compute capability 8.0 or newer; this GPU has ' \
+                          f'{major}.{minor}'
+    problem = compile_problem(device)
+    if requested == 'auto':
+        return not problem, problem or 'CUDA; compiles during the first evaluation and step'
     if problem:
-        return False, problem
-    return True, 'CUDA; compiles during the first evaluation and step'
+        raise UserError(f'compile={requested}: {problem}; or use --compile=False')
+    return requested, 'as requested'
 
 
-def build_problem(device):
-    """Why torch.compile cannot build code for a device here, with the fix, or None if it can. On a
-    CPU it generates C++; on a GPU Triton launches kernels from C. So this builds and loads an empty
-    Python extension in the cache folder of torch.compile."""
-    if device.type == 'mps' or sys.platform == 'win32':
-        return None  # these use other compilers
-    if device.type == 'cpu':
-        language, variable, default = 'C++', 'CXX', 'g++'
-    else:
-        language, variable = 'C', 'CC'
-        default = next(filter(shutil.which, ('gcc', 'clang')), 'gcc')
-    compiler = os.environ.get(variable) or default
-    fix = f'install {default} and the Python headers, or set {variable} to a compiler'
-    if not shutil.which(compiler):
-        return f'no {language} compiler found ({compiler}): {fix}'
-    command = [compiler, '-x', language.lower(), '-', '-shared', '-fPIC',
-               f'-I{sysconfig.get_path("include", "posix_prefix")}', '-o']
+def compile_problem(device):
+    """Why torch.compile does not work here, with the fix, or None: it compiles a small function."""
     try:
-        from torch._inductor.runtime.cache_dir_utils import cache_dir  # creates the folder
-        with TemporaryDirectory(dir=cache_dir()) as folder:
-            subprocess.run([*command, f'{folder}/empty.so'], input='#include <Python.h>\n',
-                           errors='replace', capture_output=True, check=True)
-            ctypes.CDLL(f'{folder}/empty.so')
-    except subprocess.CalledProcessError as e:
-        message = re.search('.*error.*|$', e.stderr)[0] or 'no message'
-        return f'{compiler} failed ({message}): {fix}'
-    except OSError as e:
-        return f'{one_line(e)}: set TORCHINDUCTOR_CACHE_DIR to a writable folder that is not ' \
-               'mounted noexec'
+        torch.compile(torch.sin)(torch.ones(8, device=device))
+    except Exception as e:
+        return f'{one_line(e)}: torch.compile needs a C++ compiler (CXX), on a GPU a C compiler ' \
+               '(CC), the Python headers, and a writable cache folder that is not mounted noexec ' \
+               '(TORCHINDUCTOR_CACHE_DIR)'
     return None
 
 
@@ -175,10 +144,8 @@ def device_name(device):
 
 def synchronize(device):
     """Wait until the device has finished all queued work."""
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
-    elif device.type == 'mps':
-        torch.mps.synchronize()
+    if device.type != 'cpu':
+        torch.accelerator.synchronize(device)
 
 
 def device_memory(device, processes):
@@ -227,20 +194,15 @@ class RandomState:
             torch.cuda.set_rng_state(rng['cuda'], self.device)
 
 
-def cpu_name():
-    """'AMD EPYC 7B13', if the system reports it."""
-    with suppress(OSError):
-        for line in Path('/proc/cpuinfo').read_text(errors='replace').splitlines():
-            if line.startswith('model name'):
-                return line.partition(':')[2].strip()
-    return platform.processor() or platform.machine()  # elsewhere only the architecture
-
-
 def machine_name(device):
-    """'NVIDIA H100 80GB HBM3', or 'AMD EPYC, 2 of 8 cores'."""
+    """'NVIDIA H100 80GB HBM3', or 'AMD EPYC 7B13, 2 of 8 cores'."""
     if device.type == 'cuda':
-        return torch.cuda.get_device_name(device)
-    return f'{cpu_name()}, {torch.get_num_threads()} of {os.cpu_count()} cores'
+        return device_name(device)
+    cpu = platform.processor() or platform.machine()  # on Linux only the architecture
+    with suppress(OSError):
+        cpuinfo = Path('/proc/cpuinfo').read_text(errors='replace')
+        cpu = re.search('model name.*: (.*)|$', cpuinfo)[1] or cpu
+    return f'{cpu}, {torch.get_num_threads()} of {os.cpu_count()} cores'
 
 
 # -----------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Running a script and its console output: results, warnings, progress bars, and for a mistake that
 the user can fix, one line and exit code 2."""
 
-import math
 import os
 import re
 import signal
@@ -63,31 +62,22 @@ def progress_bar(description, total, unit, start=0):
 def run_script(main):
     """Run `main(argv)`. A UserError or an OSError is printed as `error: …` on stderr, with exit
     code 2. Ctrl-C ends with exit code 130."""
-    interrupted_at = -math.inf
-
-    def interrupt(*_):
-        nonlocal interrupted_at
-        interrupted_at = time.monotonic()
-        raise KeyboardInterrupt
-
     try:
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, interrupt)
         use_utf8()
         limit_threads()
         with cores_shared():
             main(sys.argv[1:])
         sys.stdout.flush()
     except KeyboardInterrupt:
-        exit_interrupted()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # another one would print a traceback
+        print_line('interrupted', sys.stderr)
+        sys.exit(130)
     except BrokenPipeError:  # the output was closed, as by `| head`
         discard(sys.stdout)
         sys.exit(1)
     except Exception as e:
         message = explain(e)
         if message is None:
-            if time.monotonic() - interrupted_at < 1:
-                exit_interrupted()  # C code, such as torch.Tensor.copy_, raised it for Ctrl-C
             raise  # our own bug
         # If all processes fail alike, only rank 0 prints: torchrun stops the others meanwhile.
         if os.environ.get('LOCAL_RANK', '0') != '0':
@@ -109,13 +99,6 @@ def use_utf8():
             stream.reconfigure(errors='replace', line_buffering=True)
 
 
-def exit_interrupted():
-    """Exit as after Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # another one would print a traceback
-    print_line('interrupted', sys.stderr)
-    sys.exit(130)
-
-
 def explain(error):
     """The message for an exception that the user can act on, else None."""
     if isinstance(error, UserError):
@@ -124,8 +107,6 @@ def explain(error):
         return f'{error.filename}: {error.strerror}' if error.filename else str(error)
     if any(kind.__name__ == 'BackendCompilerFailed' for kind in type(error).__mro__):
         return f'torch.compile failed: {one_line(error)}: use --compile=False'
-    if isinstance(error, ValueError) and 'embedded null' in str(error):
-        return 'a file name contains a NUL character: remove it'
     if is_out_of_memory(error):
         # The second sentence of CUDA's message says how much was requested.
         tried = re.search(r'[Tt]ried to allocate \S+ \w+', str(error))

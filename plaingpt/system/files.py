@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from plaingpt.system.errors import UserError, warn
-from plaingpt.system.formatting import shown
 
 ROOT = Path(__file__).resolve().parents[2]  # has train.py, config/ and docs/references/
 
@@ -98,9 +97,8 @@ def make_writable(folder, key='out_dir'):
         probe = Path(folder, '.writable')
         probe.touch()
         probe.unlink()
-    except (OSError, ValueError) as e:  # ValueError: a NUL in the name
-        raise UserError(f'{key}={shown(folder)}: not writable: '
-                        f'{getattr(e, "strerror", e)}') from None
+    except OSError as e:
+        raise UserError(f'{key}={folder}: not writable: {e.strerror}') from None
 
 
 # -----------------------------------------------------------------------------

@@ -55,22 +55,15 @@ def limit_threads(root='/'):
         with suppress(OSError, ValueError):  # 'max 100000': no limit
             quota, period = map(int, (group / 'cpu.max').read_text().split())
             limit = min(limit, quota / period)
-    if torch_threads() > limit and 'OMP_NUM_THREADS' not in os.environ:
-        sys.modules['torch'].set_num_threads(max(1, int(limit)))
-
-
-def torch_threads():
-    """The number of torch's intra-op threads; 0 if torch is not imported."""
     torch = sys.modules.get('torch')
-    # Another thread may be importing it: its functions exist before they can be called.
-    if torch is None or getattr(torch.__spec__, '_initializing', False):
-        return 0
-    return torch.get_num_threads()
+    if torch and torch.get_num_threads() > limit and 'OMP_NUM_THREADS' not in os.environ:
+        torch.set_num_threads(max(1, int(limit)))
 
 
 @contextmanager
 def cores_shared(interval_s=1.0):
-    """A context in which torch's idle threads sleep, not spin, if other programs need cores.
+    """A context in which torch's idle threads sleep, not spin, if other programs need cores. It
+    does nothing if torch is not imported.
 
     At the end of a parallel loop, libgomp's threads spin until the last one arrives. If another
     program occupies the last one's core, spinning delays it further. libgomp's threads sleep
@@ -81,7 +74,7 @@ def cores_shared(interval_s=1.0):
     """
     stop = threading.Event()
     watcher = threading.Thread(target=watch_cores, args=(stop, interval_s), daemon=True)
-    if sys.platform == 'linux':
+    if sys.platform == 'linux' and 'torch' in sys.modules:
         watcher.start()
     try:
         yield
@@ -95,32 +88,23 @@ def watch_cores(stop, interval_s):
     """Check every interval_s whether other programs need cores. While they do, keep a second team:
     a thread that has run a parallel loop of torch keeps its team until it ends."""
     import psutil
-    process = psutil.Process()
+    torch, process = sys.modules['torch'], psutil.Process()
     team = None
-    cores_of_others(process)  # starts the measurement
+    process.cpu_percent()  # percentages are since the last call
     while not stop.wait(interval_s):
-        missing = cores_of_others(process) + torch_threads() - len(allowed_cpus())
-        is_crowded = missing > 0.4 and torch_threads() > 1
+        allowed, threads = allowed_cpus(), torch.get_num_threads()
+        percents = psutil.cpu_percent(percpu=True)
+        busy = sum(percent for n, percent in enumerate(percents) if n in allowed)
+        used_by_others = (busy - process.cpu_percent()) / 100
+        is_crowded = threads > 1 and used_by_others + threads - len(allowed) > 0.4
         if is_crowded and not team:
             team = ThreadPoolExecutor(1, thread_name_prefix='second team')
-            team.submit(run_parallel_loop)
+            team.submit(lambda: torch.ones(2**20).add_(1))  # large enough to be parallelized
         elif team and not is_crowded:
             team.shutdown()
             team = None
     if team:
         team.shutdown()
-
-
-def run_parallel_loop():
-    sys.modules['torch'].ones(2**20).add_(1)  # large enough to be parallelized
-
-
-def cores_of_others(process):
-    """The number of allowed CPUs used by other processes since the last call."""
-    import psutil
-    allowed = allowed_cpus()
-    busy = [percent for n, percent in enumerate(psutil.cpu_percent(percpu=True)) if n in allowed]
-    return (sum(busy) - process.cpu_percent()) / 100
 
 
 def freeze_existing_objects():

@@ -86,9 +86,9 @@ def test_conversations_with_another_tokenizer_than_the_base_are_refused(chat):
         train.main([*chat, '--init_from=base-char'])
 
 
-def test_samples_are_replies_to_questions_of_the_validation_split(chat, tmp_path):
+def test_samples_are_replies_to_questions_of_the_validation_split(chat, tmp_path, no_plots):
     train.main([*chat, '--max_iters=45', '--lr_decay_iters=45', '--eval_interval=45',
-                '--report=True', '--check=auto'])
+                '--report=True'])
     asked = [CHAT.decode(CHAT.encode_prompt(messages[:1])) for messages in conversations(20, 1)]
     *_, sample = [row['sample'] for row in lines(tmp_path / 'out', 'sample')]
     for question in (asked[0], asked[9], asked[-1]):

@@ -31,7 +31,7 @@ def compile_with(monkeypatch):
     def compile_with(backend):
         torch._dynamo.reset()
         monkeypatch.setattr(torch, 'compile', partial(COMPILE, backend=backend, fullgraph=True))
-        monkeypatch.setattr(devices, 'build_problem', lambda device: None)  # it needs no compiler
+        monkeypatch.setattr(devices, 'compile_problem', lambda device: None)  # it needs no compiler
         return backend
     return compile_with
 

@@ -16,8 +16,8 @@ import train
 from plaingpt.core import checkpoint as checkpoints
 
 RECIPE = [str(ROOT / 'config/finetune_chat.py'), *options(
-    init_from='base', out_dir='out', block_size=128, batch_size=16, gradient_accumulation_steps=1,
-    max_iters=100, learning_rate=3e-3, dropout=0.0, eval_interval=50, log_interval=50,
+    init_from='base', out_dir='out', block_size=128, batch_size=8, gradient_accumulation_steps=1,
+    max_iters=50, learning_rate=1e-2, dropout=0.0, eval_interval=50, log_interval=50,
     device='cpu', dtype='float32', report=False, warmup_iters=5)]
 
 

@@ -1,9 +1,10 @@
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-from runs import lines, same, weights
+from runs import TINY, lines, same, weights
 
 import train
 from model import GPT, GPTConfig
@@ -24,7 +25,7 @@ def gradients(model):
     return loss
 
 
-def trained(model, optimizer, steps=3, seed=0):
+def take_steps(model, optimizer, steps=3, seed=0):
     torch.manual_seed(seed)
     for _ in range(steps):
         gradients(model)
@@ -50,7 +51,7 @@ def test_each_group_follows_its_own_learning_rate(name):
     optimizer = build_optimizer(model, TrainConfig(
         optimizer=name, learning_rate=1e-2, lr_scales='embedding:0.5,head:0,vector:2'))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    trained(model, optimizer, 1)
+    take_steps(model, optimizer, 1)
     rates = {id(p): group['lr'] for group in optimizer.param_groups for p in group['params']}
     decays = {id(p): group['weight_decay'] for group in optimizer.param_groups
               for p in group['params']}
@@ -67,7 +68,7 @@ def test_normuon_moves_all_rows_of_queries_keys_or_values_alike():
     model, optimizer = made('normuon', weight_decay=0.0)
     c_attn = model.transformer.h[0].attn.c_attn.weight  # (3 · 32, 32)
     before = c_attn.detach().clone()
-    trained(model, optimizer, 1)
+    take_steps(model, optimizer, 1)
     update = (c_attn.detach() - before) / (1e-2 * 0.2)
     rows = update.square().mean(1)
     assert rows.std() < 0.02 * rows.mean()  # after one step the mean of squares is that of the step
@@ -78,7 +79,7 @@ def test_normuon_moves_all_rows_of_queries_keys_or_values_alike():
 def test_muon_moves_what_is_not_a_matrix_as_adamw():
     (muon_model, muon), (model, adamw) = made(), made('adamw')
     for m, optimizer in ((muon_model, muon), (model, adamw)):
-        trained(m, optimizer, 1)
+        take_steps(m, optimizer, 1)
     assert torch.equal(muon_model.lm_head.weight, model.lm_head.weight)
 
 
@@ -207,12 +208,20 @@ def test_the_average_is_exponential_after_a_warmup(optimizer):
     assert p.item() == seen[-1]
 
 
+@pytest.fixture(scope='module')
+def half(char_data, tmp_path_factory):
+    """The out_dir of a run with an average, which has stopped after 3 of 6 iterations."""
+    out_dir = tmp_path_factory.mktemp('half') / 'out'
+    train.main([*TINY, f'--dataset={char_data}', f'--out_dir={out_dir}', '--check=False',
+                '--average_decay=0.9', '--max_iters=3'])
+    return out_dir
+
+
 @pytest.fixture
-def averaging(tiny, tmp_path):
-    """The command line of a run with an average. It has stopped after 3 of 6 iterations."""
-    averaging = [*tiny, '--average_decay=0.9']
-    train.main([*averaging, '--max_iters=3'])
-    return averaging
+def averaging(tiny, half, tmp_path):
+    """The command line of that run, with its own copy of the folder."""
+    shutil.copytree(half, tmp_path / 'out')
+    return [*tiny, '--average_decay=0.9']
 
 
 def test_a_resumed_average_counts_the_steps_before(averaging, tmp_path):
@@ -222,13 +231,11 @@ def test_a_resumed_average_counts_the_steps_before(averaging, tmp_path):
     assert checkpoints.find(tmp_path / 'out').state['averaged_steps'] == 6
 
 
-def test_a_run_can_end_its_average(averaging, tiny, tmp_path):
+def test_a_run_can_end_its_average(averaging, tiny, trained, tmp_path):
     train.main([*tiny, '--init_from=resume', '--average_decay=0'])
-    train.main([*tiny, '--out_dir=plain'])
-    assert same(weights(tmp_path / 'out'), weights(tmp_path / 'plain'))
+    assert same(weights(tmp_path / 'out'), weights(trained))
 
 
-def test_the_average_is_what_is_evaluated(averaging, tiny, tmp_path):
-    train.main([*tiny, '--out_dir=plain'])
-    losses = [lines(tmp_path / out, 'val_loss')[1]['val_loss'] for out in ('out', 'plain')]
+def test_the_average_is_what_is_evaluated(half, trained):
+    losses = [lines(out_dir, 'val_loss')[1]['val_loss'] for out_dir in (half, trained)]
     assert losses[0] != losses[1]

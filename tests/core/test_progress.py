@@ -5,7 +5,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from processes import fails, launch
+from processes import fails
 from runs import change_steps, lines, set_clock, tick
 
 import train
@@ -244,13 +244,3 @@ def test_a_resumed_run_on_own_text_keeps_its_size(init_from, trained):
         '--dataset=not_prepared', '--lr_decay_iters=auto'], read_saved=StartingPoint().read)
     for key, value in dict(n_layer=2, n_head=2, n_embd=32, max_iters=6).items():
         assert getattr(config, key) == value
-
-
-@pytest.mark.slow
-def test_all_processes_take_the_settings_of_rank_0(tiny, tmp_path, ticking):
-    (tmp_path / 'recipe.py').write_text(
-        'import os\nn_embd = 32 * (1 + int(os.environ["RANK"]))\n')
-    words = [word for word in tiny if not word.startswith('--n_embd')]
-    launch(train.main, 2, tmp_path, str(tmp_path / 'recipe.py'), *words, '--minutes=0.1',
-           '--log_interval=10', '--check=False')
-    assert checkpoints.find(tmp_path / 'out').state['model']['n_embd'] == 32

@@ -3,6 +3,7 @@
 import math
 import os
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -10,16 +11,22 @@ import torch
 from processes import launch, options
 from runs import TINY, change_steps, lines, model_of, weights
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import train
-from model import GPT
+from model import GPT, GPTConfig
 from plaingpt.core import checkpoint as checkpoints
 from plaingpt.core import optimizers, sharding
 from plaingpt.core.optimizers import build_optimizer
 from plaingpt.core.settings import TrainConfig
 from plaingpt.system import devices
-from plaingpt.system.distributed import is_sharded, launched_world, process_group
+from plaingpt.system.distributed import (
+    full_tensor,
+    is_sharded,
+    launched_world,
+    process_group,
+)
 
 CPU = torch.device('cpu')
 NEWER = dict(rotary=True, rmsnorm=True, qk_norm=True, conv=3, mlp='swiglu',
@@ -49,6 +56,39 @@ def saved(folder, optimizer='adamw'):
     for name, p in model.named_parameters():
         tensors |= {f'{name}/{key}': value for key, value in made.state[p].items()}
     return tensors
+
+
+def assert_moves_as_on_one_process(name, gpt):
+    alone, config = deepcopy(gpt), TrainConfig(optimizer=name)
+    for block in gpt.transformer.h:
+        fully_shard(block)
+    optimizer = build_optimizer(fully_shard(gpt), config)
+    other = build_optimizer(alone, config)
+    for _ in range(2):
+        idx = torch.zeros(2, 8, dtype=torch.int64)
+        gpt(idx, idx)[1].backward()
+        for p, q in zip(gpt.parameters(), alone.parameters(), strict=True):
+            q.grad = full_tensor(p.grad).clone()
+        optimizer.step()
+        other.step()
+    for p, q in zip(gpt.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(full_tensor(p), q, rtol=1e-4, atol=1e-6)
+        for key, value in other.state[q].items():
+            torch.testing.assert_close(full_tensor(optimizer.state[p][key]), value)
+
+
+@pytest.mark.parametrize(('name', 'shape'), [
+    ('muon', dict(n_layer=3)),  # each of three processes orthogonalizes one matrix of a shape
+    # two processes orthogonalize two weights of several matrices each, the third none
+    ('normuon', dict(n_layer=4, mlp='swiglu', n_kv_head=1, head_dim=12))])
+def test_sharded_weights_move_as_on_one_process(name, shape, tmp_path, muon_in_float32):
+    def main(_):
+        torch.manual_seed(0)
+        with process_group(launched_world(), CPU):
+            gpt = GPT(GPTConfig(8, 65, n_head=2, n_embd=16, **shape))
+            assert_moves_as_on_one_process(name, gpt)
+
+    launch(main, 3, tmp_path)
 
 
 def test_a_bad_step_of_one_process_moves_no_weight(run, tmp_path, monkeypatch, muon_in_float32):
@@ -127,7 +167,7 @@ def test_sharded_blocks_are_compiled_once_each_to_train_or_evaluate(run, tmp_pat
     argv = ['--activation_checkpointing=none', '--report=True']  # with looks at the whole model
     run('one', *argv, processes=1)
     monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend=counter))
-    monkeypatch.setattr(devices, 'build_problem', lambda device: None)  # it needs no compiler
+    monkeypatch.setattr(devices, 'compile_problem', lambda device: None)  # it needs no compiler
     assert '\n4 graphs' in run('two', *argv, '--compile=True', main=main)
     one, two = ([line['loss'] for line in lines(tmp_path / name, 'loss')]
                 for name in ('one', 'two'))

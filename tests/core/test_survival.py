@@ -138,10 +138,6 @@ def test_a_job_restarts_after_a_killed_worker(tiny, tmp_path):
 # bad steps: whose loss or gradient is not finite
 
 
-def anomalies(out_dir):
-    return [json.loads(line) for line in (out_dir / 'anomalies.jsonl').read_text().splitlines()]
-
-
 def spoil_steps(monkeypatch, bad_losses, bad_gradients=()):
     """Steps, counted from 1, whose loss and gradients are NaN, or the gradients alone."""
     def spoil(n, model, loss):
@@ -152,17 +148,13 @@ def spoil_steps(monkeypatch, bad_losses, bad_gradients=()):
 
 
 @pytest.mark.usefixtures('all_checkpoints')
-def test_a_bad_step_leaves_the_weights_alone(tiny, tmp_path, monkeypatch):
+def test_a_bad_step_leaves_the_weights_alone_and_is_logged_with_its_sequences(
+        tiny, tmp_path, monkeypatch, capsys):
     spoil_steps(monkeypatch, [2], [4])
     train.main([*tiny, '--checkpoint_interval=1'])
     saved = [weights(tmp_path / 'out', i) for i in range(1, 7)]
     assert [same(a, b) for a, b in pairwise(saved)] == [True, False, True, False, False]
-
-
-def test_a_bad_step_is_logged_with_its_sequences(tiny, tmp_path, monkeypatch, capsys):
-    spoil_steps(monkeypatch, [2], [4])
-    train.main(tiny)
-    loss, gradient = anomalies(tmp_path / 'out')
+    loss, gradient = map(json.loads, (tmp_path / 'out/anomalies.jsonl').read_text().splitlines())
     assert 'iteration 2' in capsys.readouterr().out
     assert (loss['iter'], loss['loss'], loss['grad_norm']) == (2, ['nan'], 'nan')
     assert loss['sequences'] == [8, 15]

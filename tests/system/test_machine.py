@@ -12,7 +12,7 @@ from runs import TINY
 import prepare
 import sample
 import train
-from plaingpt.system.machine import free_memory, limit_threads, torch_threads
+from plaingpt.system.machine import free_memory, limit_threads
 
 
 def write(path, text):
@@ -34,12 +34,6 @@ def test_free_memory_is_that_of_the_narrowest_cgroup(tmp_path, group):
         write(folder / 'memory.current', f'{used}\n')
         write(folder / 'memory.stat', 'anon 7\ninactive_file 1024\n')
     assert free_memory(tmp_path) == 2**19 + 1024
-
-
-def test_torch_has_no_threads_while_another_thread_imports_it(monkeypatch):
-    assert torch_threads() > 0
-    monkeypatch.setattr(torch.__spec__, '_initializing', True, raising=False)
-    assert torch_threads() == 0
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Running a script and its console output: results, warnings, progress bars, and for a mistake that
 the user can fix, one line and exit code 2."""
 
+import math
 import os
 import re
 import signal
@@ -62,22 +63,31 @@ def progress_bar(description, total, unit, start=0):
 def run_script(main):
     """Run `main(argv)`. A UserError or an OSError is printed as `error: …` on stderr, with exit
     code 2. Ctrl-C ends with exit code 130."""
+    interrupted_at = -math.inf
+
+    def interrupt(*_):
+        nonlocal interrupted_at
+        interrupted_at = time.monotonic()
+        raise KeyboardInterrupt
+
     try:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, interrupt)
         use_utf8()
         limit_threads()
         with cores_shared():
             main(sys.argv[1:])
         sys.stdout.flush()
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # another one would print a traceback
-        print_line('interrupted', sys.stderr)
-        sys.exit(130)
+        exit_interrupted()
     except BrokenPipeError:  # the output was closed, as by `| head`
         discard(sys.stdout)
         sys.exit(1)
     except Exception as e:
         message = explain(e)
         if message is None:
+            if time.monotonic() - interrupted_at < 1:
+                exit_interrupted()  # C code, such as torch.Tensor.copy_, raised it for Ctrl-C
             raise  # our own bug
         # If all processes fail alike, only rank 0 prints: torchrun stops the others meanwhile.
         if os.environ.get('LOCAL_RANK', '0') != '0':
@@ -97,6 +107,13 @@ def use_utf8():
             stream.reconfigure(encoding='utf-8')
         if stream is not sys.stdin:
             stream.reconfigure(errors='replace', line_buffering=True)
+
+
+def exit_interrupted():
+    """Exit as after Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # another one would print a traceback
+    print_line('interrupted', sys.stderr)
+    sys.exit(130)
 
 
 def explain(error):

@@ -85,6 +85,17 @@ def test_ctrl_c_during_setup_prints_no_traceback(tiny, tmp_path):
     assert 'Traceback' not in (tmp_path / 'log').read_text()
 
 
+def test_ctrl_c_that_c_code_turns_into_an_error_prints_no_traceback(tmp_path):
+    def main(_):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ValueError('could not determine the shape') from None
+
+    assert exit_code(fork(main, log=tmp_path / 'log')) == 130
+    assert 'Traceback' not in (tmp_path / 'log').read_text()
+
+
 def test_a_run_whose_terminal_is_closed_is_saved(tiny, tmp_path):
     terminal, end = pty.openpty()
 

@@ -21,6 +21,7 @@ from plaingpt.system.distributed import all_reduce_norms, is_sharded, local_rows
 
 TOKENS = 4096  # of the forward pass, at most
 SAMPLE = 2**16  # elements of each matrix whose update is measured
+SDPA_ARGUMENTS = 'query', 'key', 'value', 'attn_mask', 'dropout_p'  # those by position
 
 
 def rms(x):
@@ -35,8 +36,8 @@ class ActivationRecorder(TorchFunctionMode):
     """A context that records the activations of a GPT's blocks.
 
     streams: the residual stream before the first block and after each block, (B, T, C)
-    attention: (block, args, kwargs) of each call of F.scaled_dot_product_attention; queries and
-    keys are already rotated and normalized
+    attention: (block, arguments by name) of each call of F.scaled_dot_product_attention on queries
+    (B, H, T, D); queries and keys are already rotated and normalized
     """
 
     def __init__(self, model):
@@ -59,7 +60,9 @@ class ActivationRecorder(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention:
-            self.attention.append((len(self.streams) - 1, args, kwargs))
+            call = dict(zip(SDPA_ARGUMENTS, args, strict=False)) | kwargs
+            if call['query'].dim() == 4:
+                self.attention.append((len(self.streams) - 1, call))
         return function(*args, **kwargs)
 
 
@@ -78,12 +81,12 @@ def attention_logits(b, h, query, key, value, attn_mask=None, dropout_p=0.0, is_
     return logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
 
 
-def largest_logit(query, *args, **kwargs):
+def largest_logit(query, **call):
     """The largest absolute attention logit that is not masked."""
     B, H = query.shape[:2]
     maxima = []
     for b, h in product(range(B), range(H)):
-        logits = attention_logits(b, h, query, *args, **kwargs)
+        logits = attention_logits(b, h, query, **call)
         maxima.append(logits.masked_fill(logits == -math.inf, 0).abs().amax())
     return torch.stack(maxima).amax()
 
@@ -137,8 +140,8 @@ class Health:
             model.hidden(idx)
         model.train()
         metrics = dict(self.update_metrics)
-        for i, args, kwargs in recorder.attention:
-            metrics[f'attention_logit/h.{i}'] = largest_logit(*args, **kwargs)
+        for i, call in recorder.attention:
+            metrics[f'attention_logit/h.{i}'] = largest_logit(**call)
         for i, x in enumerate(recorder.streams[1:]):
             if isinstance(x, torch.Tensor):  # a modified block may return a tuple
                 for name, measure in MEASURES.items():

@@ -81,12 +81,12 @@ def attention_logits(b, h, query, key, value, attn_mask=None, dropout_p=0.0, is_
     return logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
 
 
-def largest_logit(query, **call):
+def largest_logit(query, *args, **kwargs):
     """The largest absolute attention logit that is not masked."""
     B, H = query.shape[:2]
     maxima = []
     for b, h in product(range(B), range(H)):
-        logits = attention_logits(b, h, query, **call)
+        logits = attention_logits(b, h, query, *args, **kwargs)
         maxima.append(logits.masked_fill(logits == -math.inf, 0).abs().amax())
     return torch.stack(maxima).amax()
 
@@ -126,8 +126,8 @@ class Health:
                                in zip(matrices, before, strict=True)], self.mesh)
         weights = block_norms(before, self.mesh)
         self.update_metrics = {f'grad_norm/{name}': norm / scale for name, norm in grads.items()}
-        for name, norm in updates.items():
-            self.update_metrics[f'update_ratio/{name}'] = norm / (weights[name] + 1e-12)
+        for name, norm in updates.items():  # of weights that are 0, the ratio is logged as null
+            self.update_metrics[f'update_ratio/{name}'] = norm / weights[name]
 
     @torch.no_grad()
     def measure(self, model):

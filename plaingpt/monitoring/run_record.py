@@ -46,9 +46,10 @@ def read_rows(path):
     return rows
 
 
-def trim_rows(path, last_iter, evaluated=True):
+def trim_rows(path, last_iter, evaluated):
     """Drop the rows after iteration `last_iter` from a file of rows, and an incomplete last line.
-    evaluated=False: also drop the evaluation at last_iter, whose rows come last."""
+    evaluated: whether the checkpoint has the evaluation at last_iter; if not, its rows, the last
+    ones, are dropped too, since it is evaluated and logged again."""
     end = position = 0
     with open(path, 'rb+') as f:
         for line in f:
@@ -62,15 +63,6 @@ def trim_rows(path, last_iter, evaluated=True):
             if row or line.endswith(b'\n'):
                 end = position
         f.truncate(end)
-
-
-def trim_logs(out_dir, iter_num, evaluated):
-    """Drop the rows after iteration `iter_num` from the logs. evaluated: whether its evaluation is
-    in the checkpoint; if not, it is evaluated and logged again"""
-    for name in RUN_FILES:
-        path = Path(out_dir, name)
-        if path.suffix == '.jsonl' and path.exists():
-            trim_rows(path, iter_num, evaluated)
 
 
 def is_number(value):

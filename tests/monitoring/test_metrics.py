@@ -113,7 +113,7 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(end, tmp_path):
     path = tmp_path / 'metrics.jsonl'
     path.write_text(row(1) + row(2) + row(3) + end)
     assert [each['iter'] for each in read_rows(path)] == [1, 2, 3]
-    trim_rows(path, 2)
+    trim_rows(path, 2, evaluated=True)
     assert path.read_text() == row(1) + row(2)
 
 

@@ -133,7 +133,8 @@ def measure_variants(config, argv, folder):
     curves = [(run['variant'], read_rows(Path(run['folder'], 'metrics.jsonl')),
                read_run(run['folder'])) for run in rows if run['final_loss'] is not None]
     try:
-        draw_runs(curves, f'{folder}.png')
+        if note := draw_runs(curves, f'{folder}.png'):
+            warn(note)
     except UserError as problem:  # matplotlib is not installed
         warn(problem)
     return rows, runs.format_comparison(runs.compare(rows))

@@ -109,7 +109,8 @@ def draw_runs(runs, path):
     with needs('matplotlib', 'drawing curves'):
         from matplotlib.figure import Figure
     is_single = len(runs) == 1
-    x = 'iter' if is_single else 'tokens'
+    names = dict.fromkeys(name for name, *_ in runs)  # the seeds of a variant share one
+    colors = {name: f'C{i % 10}' for i, name in enumerate(names)}
     key, groups, note = comparable_losses(runs)
     panels = group_keys(runs, ['loss', 'train_loss', key] if is_single else [key])
     num_rows = math.ceil(len(panels) / COLUMNS)
@@ -122,14 +123,14 @@ def draw_runs(runs, path):
         if is_single:
             draw_losses(axes, *group[0])
         else:
-            compare_losses(axes, group, key, runs)
-            if len(groups) > 1:
-                axes.set_title(f'{TITLES[key]} on {group[0][2]["data"]["folder"]}')
+            compare_losses(axes, group, key, colors)
+        if len(groups) > 1:
+            axes.set_title(f'{TITLES[key]} on {group[0][2]["data"]["folder"]}'.replace('$', r'\$'))
         set_log_ticks(axes, 8)
         add_legend(axes)
     for i, (panel, keys) in enumerate(panels.items()):
         axes = figure.add_subplot(grid[2 + i // COLUMNS, i % COLUMNS])
-        draw_panel(axes, runs, panel, keys, x)
+        draw_panel(axes, runs, panel, keys, colors)
     for axes in figure.axes:
         axes.grid(alpha=0.25)
         if not is_single:
@@ -143,6 +144,7 @@ def draw_runs(runs, path):
 def comparable_losses(runs):
     """→ the key of the loss to compare, the groups of runs whose losses share a panel, and a line
     that says so if not all were evaluated on the same tokens (else None)"""
+    runs = [run for run in runs if column(run[1], 'val_loss')]
     data = [run.get('data', {}) for *_, run in runs]
     if all('val' in facts for facts in data):
         tokens = [facts['val'] for facts in data]
@@ -154,9 +156,9 @@ def comparable_losses(runs):
         groups.setdefault(identity, []).append(run)
     if len(groups) == 1:
         return 'val_loss', [runs], None
-    sides = ' and '.join(', '.join(dict.fromkeys(name for name, *_ in group))
+    sides = ' | '.join(', '.join(dict.fromkeys(name for name, *_ in group))
                          for group in groups.values())
-    note = f'{sides} were evaluated on different tokens: another text, split or tokenizer'
+    note = f'{sides}: evaluated on different tokens (another text, split or tokenizer)'
     if all(column(rows, 'val_bpb') for _, rows, _ in runs):
         return 'val_bpb', [runs], f'{note}; validation losses are compared in bits per byte'
     return 'val_loss', [*groups.values()], f'{note}; validation losses are drawn in a panel each'
@@ -207,18 +209,12 @@ def draw_losses(axes, name, rows, run):
     axes.set(title='training and validation loss (nats per token)', xlabel='iteration')
 
 
-def compare_losses(axes, group, key, runs):
-    """Validation loss of each run of a group. Runs with the same name, the seeds of a variant,
-    share a color."""
+def compare_losses(axes, group, key, colors):
+    """Validation loss of each run of a group. colors: {name of a run: its color}"""
     for name, rows, _ in group:
-        draw_line(axes, rows, 'tokens', key, color=color_of(name, runs), marker='.',
+        draw_line(axes, rows, 'tokens', key, color=colors[name], marker='.',
                   label=name.replace('$', r'\$'))
     axes.set(title=TITLES[key], xlabel='tokens')
-
-
-def color_of(name, runs):
-    names = list(dict.fromkeys(name for name, *_ in runs))
-    return f'C{names.index(name) % 10}'
 
 
 def set_log_ticks(axes, ticks):
@@ -227,10 +223,8 @@ def set_log_ticks(axes, ticks):
     low, high = axes.get_ylim()
     if high < 10 * low:
         locator = MaxNLocator(ticks, steps=ROUND_STEPS)
-    elif high < 100 * low:
-        locator = LogLocator(subs=(1, 2, 5))
     else:
-        locator = LogLocator(numticks=ticks)
+        locator = LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,), numticks=ticks)
     axes.yaxis.set_major_locator(locator)
     axes.yaxis.set_major_formatter('{x:.4g}')
     axes.yaxis.set_minor_formatter(NullFormatter())
@@ -247,12 +241,13 @@ def running_mean(values):
     return means
 
 
-def draw_panel(axes, runs, panel, keys, x):
+def draw_panel(axes, runs, panel, keys, colors):
     """A logged number of each run, or several: of all blocks, or of other parts of the model. Of
     the blocks of several runs, the medians."""
     from matplotlib import colormaps
     is_family = panel.endswith('.')
     is_single = len(runs) == 1
+    x = 'iter' if is_single else 'tokens'
     title = TITLES.get(panel, panel.strip('./'))
     if is_family and not is_single:
         title = f'{title} (median)'
@@ -268,7 +263,7 @@ def draw_panel(axes, runs, panel, keys, x):
         for i, key in enumerate(keys):
             style = {'color': f'C{i % 10}'}
             if not is_single:
-                style = {'color': color_of(name, runs), 'linestyle': LINE_STYLES[i % 4]}
+                style = {'color': colors[name], 'linestyle': LINE_STYLES[i % 4]}
             elif is_family:  # from dark, the first block, to light, the last
                 style = {'color': colormaps['viridis'](0.85 * i / max(1, len(keys) - 1))}
             if len(keys) > 1 and (not is_family or len(keys) < 5 or key in (keys[0], keys[-1])):

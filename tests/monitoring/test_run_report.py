@@ -155,7 +155,14 @@ def test_losses_of_different_validation_tokens_are_compared_in_bits_per_byte_and
         row.pop('val_bpb', None)
     (first, second, *_), note = drawn(runs, {'a': a, 'b': b})
     assert [labels(first), labels(second)] == [{'a'}, {'b'}]
-    assert 'a and b' in note
+    assert 'a | b' in note
+
+
+def test_a_run_that_is_not_evaluated_yet_does_not_change_how_others_are_compared(drawn):
+    (losses, *_), note = drawn({'a': run([4.0, 3.0]), 'b': []}, {
+        'a': facts({'val': 'one'}), 'b': facts({'val': 'other'})})
+    assert labels(losses) == {'a'}
+    assert note is None
 
 
 @pytest.mark.parametrize(('a', 'b'), [

@@ -112,11 +112,12 @@ def diagnosed(char_data, tmp_path):
 
 
 def test_a_run_says_once_what_goes_wrong(diagnosed, capsys):
-    names = diagnosed(max_iters=90, lr_decay_iters=90, learning_rate=1e-6, min_lr=1e-7)
+    names = diagnosed(max_iters=20, lr_decay_iters=20, warmup_iters=2, eval_interval=5,
+                      learning_rate=1e-6, min_lr=1e-7)
     assert names == {'rate_low'}
     out = capsys.readouterr().out
     assert out.count('diagnosis: ') == 1
-    assert out.index('diagnosis: ') < out.index('iter 90 |')  # while it trains
+    assert out.index('diagnosis: ') < out.index('iter 20 |')  # while it trains
 
 
 def step_again(run, update, lr):

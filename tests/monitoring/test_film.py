@@ -25,12 +25,6 @@ def snapshots(out_dir):
     return read_rows(out_dir / 'film.jsonl')
 
 
-@pytest.fixture
-def tiny(tiny):
-    """Without the checks before the first step, which tests/checks has."""
-    return [*tiny, '--check=False']
-
-
 def test_a_film_has_the_losses_and_the_attention_of_the_model(tiny, tmp_path, char_data):
     train.main([*tiny, '--film', '--rotary=True', '--qk_norm=True', '--n_kv_head=1', '--conv=2'])
     gpt = model_of(checkpoints.find(tmp_path / 'out')).eval()

@@ -314,6 +314,6 @@ def draw_line(axes, rows, x, key, **style):
     if len(rows) == 1:
         style['marker'] = '.'
     unit = GIB if key == 'peak_memory_bytes' else 1
-    stderrs = [row.get(f'{key}_stderr') or 0.0 for row in rows]
+    stderrs = [abs(row.get(f'{key}_stderr') or 0.0) for row in rows]
     axes.errorbar(column(rows, x), [row[key] / unit for row in rows],
                   stderrs if any(stderrs) else None, lw=1, elinewidth=0.8, capsize=2, **style)

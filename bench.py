@@ -41,7 +41,7 @@ from plaingpt.experiments.runs import (
     judged_options,
 )
 from plaingpt.experiments.speed import measure_speed, planned_gpt_config
-from plaingpt.monitoring.run_record import read_rows
+from plaingpt.monitoring.run_record import read_rows, read_run
 from plaingpt.monitoring.run_report import draw_runs
 from plaingpt.system import devices
 from plaingpt.system.distributed import launched_world
@@ -130,10 +130,11 @@ def measure_variants(config, argv, folder):
         variants = runs.read_variants(config.variants, config)
     variants = {name: {**NOT_RECORDED, **changes} for name, changes in variants.items()}
     rows = runs.train_all(variant_args(variants, config, argv), folder)
-    curves = [(run['variant'], read_rows(Path(run['folder'], 'metrics.jsonl')))
-              for run in rows if run['final_loss'] is not None]
+    curves = [(run['variant'], read_rows(Path(run['folder'], 'metrics.jsonl')),
+               read_run(run['folder'])) for run in rows if run['final_loss'] is not None]
     try:
-        draw_runs(curves, f'{folder}.png')
+        if note := draw_runs(curves, f'{folder}.png'):
+            warn(note)
     except UserError as problem:  # matplotlib is not installed
         warn(problem)
     return rows, runs.format_comparison(runs.compare(rows))

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configurator import load_config
-from plaingpt.monitoring.references import read_band
 from plaingpt.monitoring.run_record import read_rows, read_run
 from plaingpt.monitoring.run_report import describe, draw_runs
-from plaingpt.system.errors import UserError, run_script, warn
+from plaingpt.system.errors import UserError, run_script
 from plaingpt.system.files import ROOT, write_atomically
 from plaingpt.system.formatting import command_for
 
@@ -42,35 +41,28 @@ def main(argv):
         return
     default = Path(folders[0], 'loss.png') if len(folders) == 1 else Path('compare.png')
     path = Path(config.output or default)
-    # Losses per token cannot be compared between tokenizers.
-    use_bits_per_byte = len({run.get('val_bytes_per_token') for *_, run in runs} - {None}) > 1
-    draw_runs([(name, rows) for name, rows, _ in runs], path, read_band(runs[0][2]),
-              use_bits_per_byte)
+    note = draw_runs(runs, path)
     for name, rows, run in runs:
         if rows:
             print('\n  '.join(describe(name, rows, run)))
+    if note:
+        print(note)
     print(f'wrote {path}')
 
 
 def read_runs(folders, log):
-    """→ [(name, rows of this log, run.json)]. Raises UserError if a folder has no run, or no line
-    of the logs can be read."""
+    """→ [(name, rows of this log, run.json)]. Raises UserError if a folder has no run."""
     if not folders:
         raise UserError('pass the out_dir of a run, or of several to compare: '
                         f'{command_for("plot")} out')
-    problems = []
-    for folder in folders:
-        if not read_run(folder, problems.append, {'from_scratch', 'train_tokens', 'warmup_iters'}):
-            raise UserError(*problems or [f'{folder} has no run.json: pass the out_dir of a run'])
     names = [Path(folder).resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = folders
-    runs = [(name, read_rows(Path(folder, log), problems.append), read_run(folder))
+    runs = [(name, read_rows(Path(folder, log)), read_run(folder))
             for name, folder in zip(names, folders, strict=True)]
-    if problems and not any(rows for _, rows, _ in runs):
-        raise UserError(f'nothing to plot yet: {problems[0]}')
-    for problem in problems:
-        warn(problem)
+    for folder, (*_, run) in zip(folders, runs, strict=True):
+        if not run:
+            raise UserError(f'{folder} has no run.json: pass the out_dir of a run')
     return runs
 
 

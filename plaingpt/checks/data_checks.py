@@ -2,7 +2,7 @@
 
 from collections import Counter
 from contextlib import closing, suppress
-from itertools import groupby
+from itertools import chain, groupby
 
 import numpy as np
 import torch
@@ -62,10 +62,7 @@ def compare_batch(batch, loader, stream, starts):
 
 def gather_arrays(arrays):
     """[array] of this process → one array, concatenated over all processes"""
-    gathered = []
-    for process_arrays in all_gather(arrays, gloo_group()):
-        gathered += process_arrays
-    return np.concatenate(gathered)
+    return np.concatenate([*chain.from_iterable(all_gather(arrays, gloo_group()))])
 
 
 def epoch_reads_every_sequence_once(run):

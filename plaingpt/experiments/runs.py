@@ -166,8 +166,8 @@ def checksum_of(paths):
 
 def has_ended(folder):
     """Whether there is a completed run whose logs have what summarize needs."""
-    rows = read_rows(Path(folder, 'metrics.jsonl'), on_damage=lambda message: None)
-    run = read_run(folder, required={'dtype', 'dataset'})
+    rows = read_rows(Path(folder, 'metrics.jsonl'))
+    run = read_run(folder)
     return run.get('ending', '').startswith((FINISHED, TIME_UP, 'patience')) \
         and any('val_loss' in row for row in rows) and rows[-1]['iter'] > 0
 

@@ -13,7 +13,7 @@ from plaingpt.system.formatting import one_line
 
 def numbers(row):
     return {key: value for key, value in row.items()
-            if key not in ('iter', 'sample') and value is not None}
+            if isinstance(value, int | float) and key != 'iter'}
 
 
 class Wandb:

@@ -1,8 +1,8 @@
 """Diagnose a run from its logs alone, without model, device or torch.
 
-Each check is a function (rows of metrics.jsonl, contents of run.json) → (evidence, remedy) or None,
-listed in CHECKS. A check with too few rows to judge returns None: a false alarm costs more than a
-late one. plaingpt/checks finds what can be known before the first step.
+Each diagnosis is a function (rows of metrics.jsonl, contents of run.json) → (evidence, remedy) or
+None, listed in DIAGNOSES. With too few rows to judge it returns None: a false alarm costs more than
+a late one. plaingpt/checks finds what can be known before the first step.
 """
 
 from itertools import pairwise
@@ -32,13 +32,13 @@ IMPLAUSIBLE = 0.3  # bits per byte; English has 0.6 to 1.3 (Shannon 1951; Cover 
 
 
 def diagnose(rows, run):
-    """→ {name of a check: 'evidence; remedy'} for everything that looks wrong"""
-    diagnoses = {}
-    for check in CHECKS:
-        finding = check(rows, run)
+    """→ {name of a diagnosis: 'evidence; remedy'} for everything that looks wrong"""
+    findings = {}
+    for diagnosis in DIAGNOSES:
+        finding = diagnosis(rows, run)
         if finding:
-            diagnoses[check.__name__] = '; '.join(finding)
-    return diagnoses
+            findings[diagnosis.__name__] = '; '.join(finding)
+    return findings
 
 
 def block_values(row, measure, prefix='h.'):
@@ -59,17 +59,6 @@ def update_ratios(rows):
 
 # -----------------------------------------------------------------------------
 # the loss
-
-
-def unmoved(rows, run):
-    # The first evaluation of a new model is shorter than the others, so its losses differ.
-    evaluations = rows_with(rows, 'train_loss', 'val_loss')[:3]
-    for before, after in pairwise(evaluations):
-        if all(before[key] == after[key] for key in ('train_loss', 'val_loss')):
-            return (f'the evaluations at iterations {before["iter"]} and {after["iter"]} give the '
-                    f'same losses to the last digit ({after["train_loss"]}): no weight has changed',
-                    "check that the loop sets each group's learning rate and calls the optimizer's "
-                    'step')
 
 
 def optimizer_misused(rows, run):
@@ -145,11 +134,14 @@ def rate_high(rows, run):
 
 def rate_low(rows, run):
     ratios = update_ratios(rows)
-    if len(ratios) < 2 or not run['from_scratch'] \
-            or ratios[-1][0] <= run['config']['warmup_iters']:
+    if len(ratios) < 2:
         return None
     highest = max(ratio for _, ratio in ratios)
-    if highest < UPDATE_LOW:
+    if highest == 0:
+        return ('no step has changed the weights', "check learning_rate, that the loop sets each "
+                "group's rate, and that the optimizer has the model's parameters")
+    is_warmed_up = ratios[-1][0] > run['config']['warmup_iters']
+    if highest < UPDATE_LOW and run['from_scratch'] and is_warmed_up:
         return (f'each step changes the weights by at most {highest:.1e} of their norm; about 1e-3 '
                 'is usual', 'raise learning_rate (try 10×), and check that grad_clip is not tiny')
 
@@ -176,5 +168,4 @@ def without_gradient(norms):
     return {name for name, norm in norms.items() if norm <= (limit if name in blocks else 0)}
 
 
-CHECKS = (unmoved, optimizer_misused, diverging, overfit, implausible, rate_high, rate_low,
-          no_gradient)
+DIAGNOSES = (optimizer_misused, diverging, overfit, implausible, rate_high, rate_low, no_gradient)

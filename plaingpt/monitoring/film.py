@@ -1,8 +1,8 @@
 """The film of a run: snapshots of its predictions, attention maps and samples, on a log scale.
 
 A snapshot is a line of film.jsonl: the loss of each token of a validation passage, with the most
-likely tokens at its position; the attention weights, (L, H, T, T) bytes in base64, where 255 is 1;
-and a sample. plot.py --film makes a page of them.
+likely tokens at its position; the attention weights, (L, H, T, T) bytes in base64, where 255 is 1,
+unless an attention of one's own hides them; and a sample. plot.py --film makes a page of them.
 """
 
 import base64
@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 from plaingpt.monitoring.health import ActivationRecorder, attention_logits
-from plaingpt.monitoring.run_record import read_rows
 from plaingpt.system.files import append_line
 from plaingpt.system.formatting import finite, one_line
 
@@ -36,31 +35,32 @@ class Film:
         self.tokenizer = sampler.tokenizer
         starts = run.val_data.eval_batches(run.val_data.world_size)[0]
         self.idx = run.val_data.eval_batch(starts)[0][:1, :PASSAGE_TOKENS]  # (1, T)
-        steps = np.geomspace(1, max(1, run.config.max_iters), MAX_SNAPSHOTS - 1).round().astype(int)
-        recorded = {row['iter'] for row in read_rows(self.path)}  # before a resume
-        self.due_iters = {0, *steps.tolist()} - recorded
-        # in a timed run: fractions of its time
-        self.due_fractions = np.geomspace(1e-3, 0.95, MAX_SNAPSHOTS - 1).tolist()
+        # When to record: iterations, or in a timed run fractions of its time.
+        if run.config.minutes:
+            times = np.geomspace(1e-3, 0.95, MAX_SNAPSHOTS - 1)
+        else:
+            times = np.geomspace(1, max(1, run.config.max_iters), MAX_SNAPSHOTS - 1).round()
+        self.due = [0, *times.tolist()]
+        if run.start.resumed:
+            self.is_due(run.progress.iter_num, 0.0)  # drops those that were recorded before
+        self.lacks_maps = False
 
     def is_due(self, iter_num, fraction_done):
         """Whether to record a snapshot after update `iter_num`. fraction_done: of the run"""
-        if not self.run.config.minutes or iter_num == 0:
-            return iter_num in self.due_iters
-        passed = [fraction for fraction in self.due_fractions if fraction <= fraction_done]
-        del self.due_fractions[:len(passed)]
+        now = fraction_done if self.run.config.minutes else iter_num
+        passed = [time for time in self.due if time <= now]
+        del self.due[:len(passed)]
         return bool(passed)
 
     def record(self, iter_num):
         """Write a snapshot to film.jsonl. If that fails, e.g. because of a change in model.py, the
         film ends and training continues."""
-        self.due_iters.discard(iter_num)
         self.model.eval()
         try:
             row = self.snapshot()
         except Exception as e:
             self.run.log.print(f'warning: stopped recording the film: {one_line(e)}')
-            self.due_iters.clear()
-            self.due_fractions.clear()
+            self.due.clear()
         else:
             append_line(self.path, {'iter': iter_num, **row})
         self.model.train()
@@ -77,18 +77,28 @@ class Film:
             passage.append((self.token_text(i), rounded(loss), top_k))
         row = {'loss': rounded(losses.mean()), 'passages': [passage],
                'sample': self.sampler.sample(self.model, SAMPLE_TOKENS)}
-        maps = []  # of each layer
-        for _, args, kwargs in recorder.attention:
-            heads = []
-            for h in range(self.model.config.n_head):
-                scores = attention_logits(0, h, *args, **kwargs)[:MAP_TOKENS, :MAP_TOKENS]
-                heads.append(scores.softmax(dim=-1))
-            maps.append(torch.stack(heads))
-        if maps:
-            maps = (255 * torch.stack(maps)).round().byte().cpu().numpy()  # (L, H, n, n)
+        maps = self.attention_maps(recorder.attention)
+        if maps is not None:
             row['maps'] = base64.b64encode(maps.tobytes()).decode()
             row['maps_shape'] = maps.shape
         return row
+
+    def attention_maps(self, calls):
+        """ActivationRecorder.attention → the weights (L, H, n, n) as bytes. None, with a warning in
+        the first snapshot, unless each block has one call with queries and keys of all tokens."""
+        H, T, n = self.model.config.n_head, self.idx.size(1), MAP_TOKENS
+        shapes = [(block, *call['query'].shape[1:3], call['key'].size(2)) for block, call in calls]
+        if shapes != [(block, H, T, T) for block in range(self.model.config.n_layer)]:
+            if not self.lacks_maps:
+                self.run.log.print('warning: the film has no attention maps, since attention does '
+                                   'not call F.scaled_dot_product_attention once per block')
+            self.lacks_maps = True
+            return None
+        maps = []
+        for _, call in calls:
+            logits = torch.stack([attention_logits(0, h, **call)[:n, :n] for h in range(H)])
+            maps.append(logits.softmax(dim=-1))
+        return (255 * torch.stack(maps)).round().byte().cpu().numpy()
 
     def top_k(self, logits):
         """The most likely tokens for each row of logits (T, V): [(token, probability), …]."""

@@ -21,6 +21,7 @@ from plaingpt.system.distributed import all_reduce_norms, is_sharded, local_rows
 
 TOKENS = 4096  # of the forward pass, at most
 SAMPLE = 2**16  # elements of each matrix whose update is measured
+SDPA_ARGUMENTS = 'query', 'key', 'value', 'attn_mask', 'dropout_p'  # those by position
 
 
 def rms(x):
@@ -35,8 +36,8 @@ class ActivationRecorder(TorchFunctionMode):
     """A context that records the activations of a GPT's blocks.
 
     streams: the residual stream before the first block and after each block, (B, T, C)
-    attention: (block, args, kwargs) of each call of F.scaled_dot_product_attention; queries and
-    keys are already rotated and normalized
+    attention: (block, arguments by name) of each call of F.scaled_dot_product_attention on queries
+    (B, H, T, D); queries and keys are already rotated and normalized
     """
 
     def __init__(self, model):
@@ -59,7 +60,9 @@ class ActivationRecorder(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention:
-            self.attention.append((len(self.streams) - 1, args, kwargs))
+            call = dict(zip(SDPA_ARGUMENTS, args, strict=False)) | kwargs
+            if call['query'].dim() == 4:
+                self.attention.append((len(self.streams) - 1, call))
         return function(*args, **kwargs)
 
 
@@ -123,8 +126,8 @@ class Health:
                                in zip(matrices, before, strict=True)], self.mesh)
         weights = block_norms(before, self.mesh)
         self.update_metrics = {f'grad_norm/{name}': norm / scale for name, norm in grads.items()}
-        for name, norm in updates.items():
-            self.update_metrics[f'update_ratio/{name}'] = norm / (weights[name] + 1e-12)
+        for name, norm in updates.items():  # of weights that are 0, the ratio is logged as null
+            self.update_metrics[f'update_ratio/{name}'] = norm / weights[name]
 
     @torch.no_grad()
     def measure(self, model):
@@ -137,8 +140,8 @@ class Health:
             model.hidden(idx)
         model.train()
         metrics = dict(self.update_metrics)
-        for i, args, kwargs in recorder.attention:
-            metrics[f'attention_logit/h.{i}'] = largest_logit(*args, **kwargs)
+        for i, call in recorder.attention:
+            metrics[f'attention_logit/h.{i}'] = largest_logit(**call)
         for i, x in enumerate(recorder.streams[1:]):
             if isinstance(x, torch.Tensor):  # a modified block may return a tuple
                 for name, measure in MEASURES.items():

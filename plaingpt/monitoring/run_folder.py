@@ -10,7 +10,7 @@ from plaingpt.core.checkpoint import checkpoint_paths, clean_up, find, iteration
 from plaingpt.core.progress import FINISHED, TIME_UP
 from plaingpt.core.settings import NOT_COMPARED
 from plaingpt.monitoring.references import find_reference
-from plaingpt.monitoring.run_record import RUN_FILES, describe_run, trim_logs
+from plaingpt.monitoring.run_record import RUN_FILES, describe_run, trim_rows
 from plaingpt.monitoring.run_report import write_report
 from plaingpt.system.distributed import StopRequest, launched_world, print0
 from plaingpt.system.errors import UserError
@@ -39,7 +39,9 @@ def open_run_folder(run):
         print0(f'moved {moved} to {archive}')
         record['went_back_to'] = progress.iter_num if resumed else None
     if resumed:
-        trim_logs(out_dir, progress.iter_num, progress.evaluated)
+        for name in RUN_FILES:
+            if name.endswith('.jsonl') and (out_dir / name).exists():
+                trim_rows(out_dir / name, progress.iter_num, progress.evaluated)
     write_json(out_dir / 'run.json', record)
     return record
 

@@ -77,8 +77,7 @@ def test_a_run_with_damaged_logs_can_be_resumed(tiny, out, capsys):
     for name in ('metrics.jsonl', 'film.jsonl', 'anomalies.jsonl'):
         path = out / name
         rows = path.read_text().splitlines() if path.exists() else []
-        damage = ['[]', '{}', '{"iter": "3"}', '{"iter": 2, "val_loss": NaN}', '\x00\x00',
-                  '{"iter": 2, "tokens": 9, "elapsed_s": 1.0, "train_loss": "3", "val_loss": "3"}']
+        damage = ['[]', '{}', '{"iter": "3"}', '{"iter": 2, "val_', '\x00\x00']
         path.write_text('\n'.join([*damage, *rows, '{"iter": 6, ']))
     train.main([*tiny, '--film', '--report=True', '--init_from=resume', '--checkpoint=3'])
     warned = capsys.readouterr().err

@@ -9,7 +9,7 @@ from processes import options
 
 import train
 from plaingpt.core.optimizers import build_optimizer
-from plaingpt.monitoring.diagnosis import CHECKS, diagnose
+from plaingpt.monitoring.diagnosis import DIAGNOSES, diagnose
 from plaingpt.monitoring.run_record import read_rows, read_run
 
 # -----------------------------------------------------------------------------
@@ -47,14 +47,11 @@ def losses(change):
 
 # name of a diagnosis, iteration by which it is named, {column: function of iteration and value}
 WRONG = [
-    ('unmoved', 30, dict(train_loss=lambda i, x: 4.2 if i < 60 else x,
-                         val_loss=lambda i, x: 4.3 if i < 60 else x)),
-    ('unmoved', 60, dict(train_loss=lambda i, x: 4.2 if 0 < i < 90 else x,
-                         val_loss=lambda i, x: 4.3 if 0 < i < 90 else x)),
     ('diverging', 30, dict(loss=lambda i, x: x + 1.5 * (5 <= i <= 15))),
     ('diverging', 300, losses(lambda i, x: x + 2 * (i >= 270))),
     ('rate_high', 30, {'health/update_ratio/h.0': lambda i, x: 1.5 if i == 25 else x}),
     ('rate_low', 60, {'health/update_ratio/h.0': lambda i, x: 1e-5}),
+    ('rate_low', 30, {'health/update_ratio/h.0': lambda i, x: 0.0}),
     ('no_gradient', 30, {'health/grad_norm/h.1': lambda i, x: 0.0}),
     ('no_gradient', 30, {'health/grad_norm/h.1': lambda i, x: 1e-5}),
     ('overfit', 210, dict(val_loss=lambda i, x: x + max(0, i - 150) / 200)),
@@ -76,8 +73,8 @@ def test_only_what_goes_wrong_is_named(name, latest, columns):
     assert list(diagnose(rows, RUN)) == [name]
 
 
-def test_each_check_has_a_run_that_it_names():
-    assert {name for name, *_ in WRONG} == {check.__name__ for check in CHECKS}
+def test_each_diagnosis_has_a_run_that_it_names():
+    assert {name for name, *_ in WRONG} == {diagnosis.__name__ for diagnosis in DIAGNOSES}
 
 
 def test_healthy_rows_give_no_alarm_however_many_there_are():
@@ -115,11 +112,12 @@ def diagnosed(char_data, tmp_path):
 
 
 def test_a_run_says_once_what_goes_wrong(diagnosed, capsys):
-    names = diagnosed(max_iters=90, lr_decay_iters=90, learning_rate=1e-6, min_lr=1e-7)
+    names = diagnosed(max_iters=20, lr_decay_iters=20, warmup_iters=2, eval_interval=5,
+                      learning_rate=1e-6, min_lr=1e-7)
     assert names == {'rate_low'}
     out = capsys.readouterr().out
     assert out.count('diagnosis: ') == 1
-    assert out.index('diagnosis: ') < out.index('iter 90 |')  # while it trains
+    assert out.index('diagnosis: ') < out.index('iter 20 |')  # while it trains
 
 
 def step_again(run, update, lr):

@@ -57,6 +57,11 @@ def test_norms_are_those_of_the_step(loader):
             total(moved, part) / total(matrices, part), rel=1e-3)
 
 
+def test_weights_of_zero_have_no_update_ratio(loader):
+    seen, *_ = step(*new(loader, value_embeddings=True), loader)  # which are initialized to 0
+    assert not math.isfinite(seen['health/update_ratio/value_embedding.1'])
+
+
 def test_the_largest_attention_logit_is_that_of_the_softmax():
     q, k = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16)
     logits = q @ k.repeat_interleave(2, dim=1).transpose(-2, -1) / 4

@@ -47,11 +47,11 @@ def test_a_step_is_a_row_of_the_documented_keys(metrics, capsys):
         assert number in printed
 
 
-def test_numbers_are_logged_as_tensors_are(metrics):
+def test_numbers_and_texts_are_logged_as_tensors_are(metrics):
     metrics.begin(0)
-    metrics(10, loss=2.5, lr=1e-3, grad_norm=0.7, entropy=0.25)
+    metrics(10, loss=2.5, lr=1e-3, grad_norm=0.7, entropy=0.25, phase='warmup')
     [row] = read_rows(metrics.path)
-    assert [row[key] for key in ('loss', 'grad_norm', 'entropy')] == [2.5, 0.7, 0.25]
+    assert [row[key] for key in ('loss', 'entropy', 'phase')] == [2.5, 0.25, 'warmup']
 
 
 def test_an_evaluation_is_a_row_of_the_documented_keys(metrics, capsys):
@@ -113,7 +113,7 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(end, tmp_path):
     path = tmp_path / 'metrics.jsonl'
     path.write_text(row(1) + row(2) + row(3) + end)
     assert [each['iter'] for each in read_rows(path)] == [1, 2, 3]
-    trim_rows(path, 2)
+    trim_rows(path, 2, evaluated=True)
     assert path.read_text() == row(1) + row(2)
 
 

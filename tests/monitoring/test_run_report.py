@@ -1,8 +1,10 @@
 """report.md and loss.png, the summary of a run."""
 
 import os
+import shutil
 import signal
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from runs import change_steps, lines, size_of_png
@@ -14,15 +16,15 @@ from plaingpt.monitoring.run_record import read_rows, read_run
 
 
 def test_a_report_has_the_numbers_of_its_run(tiny, tmp_path):
-    train.main([*tiny, '--report=True', '--max_iters=9'])
+    train.main([*tiny, '--report=True', '--max_iters=4'])
     rows, text = lines(tmp_path / 'out', 'val_loss'), (tmp_path / 'out/report.md').read_text()
     last, best = rows[-1], min(row['val_loss'] for row in rows)
     for number in (f'{last["val_loss"]:.4f} ± {last["val_loss_stderr"]:.4f}', f'{best:.4f}',
-                   'iteration 9', '1,152 tokens', '(loss.png)'):
+                   'iteration 4', '512 tokens', '(loss.png)'):
         assert number in text, number
     assert size_of_png(tmp_path / 'out/loss.png') > (1000, 600)
     samples = [row['sample'] for row in lines(tmp_path / 'out', 'sample')]
-    assert [len(sample) for sample in samples] == 3 * [1 + 100]
+    assert [len(sample) for sample in samples] == 2 * [1 + 100]
 
 
 def test_a_report_has_what_looks_wrong(trained):
@@ -40,6 +42,7 @@ def test_an_interrupted_run_is_reported_where_it_stands(tiny, tmp_path, monkeypa
             os.kill(os.getpid(), signal.SIGTERM)
         return loss
     change_steps(monkeypatch, interrupted)
+    monkeypatch.setattr(run_report, 'draw_runs', lambda runs, path: None)
     train.main([*tiny, '--report=True'])
     text = (tmp_path / 'out/report.md').read_text()
     assert f'iteration 4, {4 * 128:,} tokens' in text
@@ -74,13 +77,16 @@ def run(losses, tokens=64):
 
 @pytest.fixture
 def drawn(monkeypatch, tmp_path):
-    """drawn([(name, rows)], …) → the axes of their picture, that of the losses first"""
+    """drawn({name: rows}, {name: contents of run.json}) → the axes of their picture, that of the
+    losses first, and what is said of them"""
     figures = []
     monkeypatch.setattr(Figure, 'savefig', lambda figure, *_, **__: figures.append(figure))
 
-    def drawn(runs, *rest):
-        run_report.draw_runs(runs, tmp_path / 'loss.png', *rest)
-        return figures[-1].axes
+    def drawn(runs, facts=None):
+        note = run_report.draw_runs(
+            [(name, rows, (facts or {}).get(name, {})) for name, rows in runs.items()],
+            tmp_path / 'loss.png')
+        return figures[-1].axes, note
     return drawn
 
 
@@ -88,9 +94,9 @@ def labels(axes):
     return {text.get_text() for text in axes.get_legend().get_texts()}
 
 
-def test_a_run_is_one_picture_with_its_losses_and_reference(drawn):
-    rows = run([10.0, 9.0] + [3 - i / 100 for i in range(98)])
-    losses, *_ = drawn([('out', rows)], [(230, 2.0, 2.5), (460, 1.5, 1.8)])
+def test_a_run_is_one_picture_with_its_losses_and_reference(drawn, monkeypatch):
+    monkeypatch.setattr(run_report, 'read_band', lambda run: [(230, 2.0, 2.5), (460, 1.5, 1.8)])
+    (losses, *_), _ = drawn({'out': run([10.0, 9.0] + [3 - i / 100 for i in range(98)])})
     for loss in '2.030', '1.940', '1.830':
         assert any(loss in label for label in labels(losses))
     [band] = [each for each in losses.collections if each.get_label().startswith('reference')]
@@ -107,18 +113,73 @@ def test_every_number_that_was_logged_has_a_curve(names, drawn):
     rows = run([5.0, 4.0, 3.5])
     for i, row in enumerate(rows):
         if 'lr' in row:
-            row |= {key: value * (1 + i) for key, value in OWN.items()}
+            row |= {key: value * (1 + i) for key, value in OWN.items()} | {'note': 'a text'}
         if 'val_loss' in row:
             row |= {'ratio': 0.4 + i, 'ratio_stderr': 0.01, 'sample': 'text'}
-    curves = [[*map(float, line.get_ydata())] for axes in drawn([(name, rows) for name in names])
-              for line in axes.lines]
-    for key in {key for row in rows for key in row} - {'iter', 'tokens', 'elapsed_s', 'sample'}:
+    panels, _ = drawn(dict.fromkeys(names, rows))
+    curves = [[*map(float, line.get_ydata())] for axes in panels for line in axes.lines]
+    for key in {key for row in rows for key in row} - {'iter', 'tokens', 'elapsed_s'}:
         if key.endswith('_stderr') or (len(names) > 1 and key.rpartition('.')[2].isdecimal()):
             continue  # error bars, and the median of the blocks
-        values = [float(row[key]) for row in rows if row.get(key) is not None]
-        assert curves.count(values) >= len(names), key
+        values = [row[key] for row in rows if row.get(key) is not None]
+        is_text = isinstance(values[0], str)
+        assert curves.count(values) >= (0 if is_text else len(names)), key
 
 
-def test_runs_of_different_tokenizers_are_compared_by_bits_per_byte(drawn):
-    bits, *_ = drawn([('a', run([4.0, 3.0])), ('b', run([5.0, 3.0]))], (), True)
-    assert bits.lines[0].get_ydata()[0] == 1.2 * 4.0
+def test_only_numbers_of_the_same_unit_share_a_panel(drawn):
+    rows = run([5.0, 4.0])
+    rows[-1] |= {'router/load': 1.0, 'router/entropy': 2.0, 'experts.1': 3.0, 'experts.10': 4.0}
+    panels, _ = drawn({'out': rows})
+    curves = {axes.get_title(): [line.get_ydata()[-1] for line in axes.lines] for axes in panels}
+    assert curves['router/load'] == [1.0]
+    assert curves['router/entropy'] == [2.0]
+    assert curves['experts'] == [3.0, 4.0]
+
+
+def facts(val, folder='data/one', bytes_per_token=4.0):
+    return {'data': {'folder': folder, **val}, 'val_bytes_per_token': bytes_per_token}
+
+
+OLD = {}  # as older versions wrote it, without the identity of the validation tokens
+
+
+@pytest.mark.parametrize(('a', 'b'), [
+    (facts({'val': 'one'}), facts({'val': 'other'})), (facts(OLD), facts(OLD, 'data/other')),
+    (facts(OLD), facts(OLD, bytes_per_token=3.0)), (facts({'val': 'one'}), facts(OLD, 'other'))])
+def test_losses_of_different_validation_tokens_are_compared_in_bits_per_byte_and_a_line_says_so(
+        a, b, drawn):
+    runs = {'a': run([4.0, 3.0]), 'b': run([5.0, 3.0])}
+    (bits, *_), note = drawn(runs, {'a': a, 'b': b})
+    assert 4.8 in [line.get_ydata()[0] for line in bits.lines]
+    assert 'bits per byte' in note
+    for row in runs['b']:
+        row.pop('val_bpb', None)
+    (first, second, *_), note = drawn(runs, {'a': a, 'b': b})
+    assert [labels(first), labels(second)] == [{'a'}, {'b'}]
+    assert 'a | b' in note
+
+
+def test_a_run_that_is_not_evaluated_yet_does_not_change_how_others_are_compared(drawn):
+    (losses, *_), note = drawn({'a': run([4.0, 3.0]), 'b': []}, {
+        'a': facts({'val': 'one'}), 'b': facts({'val': 'other'})})
+    assert labels(losses) == {'a'}
+    assert note is None
+
+
+@pytest.mark.parametrize(('a', 'b'), [
+    (facts({'val': 'one'}), facts({'val': 'one'}, 'moved')), (facts({'val': 'one'}), facts(OLD))])
+def test_losses_of_the_same_validation_tokens_share_a_panel(a, b, drawn):
+    (losses, *_), note = drawn({'a': run([4.0, 3.0]), 'b': run([5.0, 3.0])}, {'a': a, 'b': b})
+    assert labels(losses) == {'a', 'b'}
+    assert note is None
+
+
+def test_run_json_tells_other_validation_tokens_apart(tiny, tmp_path, char_data):
+    folder = shutil.copytree(char_data, tmp_path / 'reversed')
+    np.fromfile(folder / 'val.bin', '<u2')[::-1].tofile(folder / 'val.bin')
+    (folder / 'meta.json').unlink()  # which has the checksum of the file
+    facts = []
+    for dataset, vocab_size in ((char_data, 0), (folder, 200)):
+        train.main([*tiny, f'--dataset={dataset}', f'--vocab_size={vocab_size}', '--max_iters=1'])
+        facts.append(read_run(tmp_path / 'out')['data']['val'])
+    assert facts[0] != facts[1]

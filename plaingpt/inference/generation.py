@@ -31,7 +31,7 @@ def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, generato
              on_token=None, compiled=None, **sampling):
     """Continue each of `prompts` (lists of token ids of any lengths) → the new token ids of each.
 
-    sampling: temperature, top_k and top_p of sample_next_token
+    sampling: temperature, top_k and top_p of sample_next_token; on_logits of next_tokens
     generators: a torch.Generator per row, so that no row depends on the others; None: torch's own
     on_token: called with (row, token) for each new token; returning True ends the row and discards
     the token
@@ -96,10 +96,14 @@ def context_start(length, block_size):
 # from logits to the next token
 
 
-def next_tokens(model, idx, cache, uniform, present, repetition_penalty, **sampling):
+def next_tokens(model, idx, cache, uniform, present, repetition_penalty, on_logits=None,
+                **sampling):
     """idx (B, T), after cache.advance(T) → the next token of each row, (B, 1).
-    present (B, V): True for tokens that the row contains; None without a repetition penalty"""
+    present (B, V): True for tokens that the row contains; None without a repetition penalty
+    on_logits: called with the model's logits (B, V)"""
     logits = model.logits(model.hidden(idx, cache)[:, -1]).float()  # (B, V)
+    if on_logits:
+        on_logits(logits)
     if present is not None:  # Keskar et al. 2019, section 4.1
         penalized = torch.where(logits > 0, logits / repetition_penalty,
                                 logits * repetition_penalty)

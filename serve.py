@@ -3,9 +3,9 @@
     python serve.py out
 
 /v1/chat/completions takes `messages` and /v1/completions takes a `prompt`. Both take stream, stop,
-max_tokens, temperature, top_p and seed, and top_k, repetition_penalty and continue_text as in
-sample.py. Other options of OpenAI's API are accepted only with values that change nothing, such as
-n=1.
+max_tokens, temperature, top_p, seed and logprobs, and top_k, repetition_penalty and continue_text
+as in sample.py; chats also top_logprobs, completions also echo. Other options of OpenAI's API are
+accepted only with values that change nothing, such as n=1.
 """
 
 import asyncio

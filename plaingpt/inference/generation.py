@@ -2,9 +2,11 @@
 
 The cache keeps the keys and values of earlier tokens, so a step runs the model on one token only.
 When the context would exceed block_size, its first half is dropped and the remainder is prefilled
-again, so at least half of block_size stays in context.
+again, so at least half of block_size stays in context. GPT.generate() slides by one token instead:
+up to block_size tokens, both continue a prompt with the same likeliest tokens.
 """
 
+import functools
 import math
 from contextlib import nullcontext
 from dataclasses import replace
@@ -116,17 +118,11 @@ class CompiledStep:
     uses the memory that it was recorded with. So each batch size keeps one cache."""
 
     def __init__(self, model):
-        self.model = model
-        self.caches = {}  # batch size → KVCache
-        on_gpu = model.transformer.wte.weight.device.type == 'cuda'
-        self.compiled = torch.compile(next_tokens, dynamic=False,
-                                      mode='reduce-overhead' if on_gpu else None)
-
-    def cache(self, batch_size):
-        if batch_size not in self.caches:
-            config, device = self.model.config, self.model.transformer.wte.weight.device
-            self.caches[batch_size] = KVCache(config, config.block_size, device, static=True)
-        return self.caches[batch_size]
+        config, device = model.config, model.transformer.wte.weight.device
+        self.cache = functools.cache(  # one per batch size
+            lambda batch_size: KVCache(config, config.block_size, device, static=True))
+        mode = 'reduce-overhead' if device.type == 'cuda' else None
+        self.compiled = torch.compile(next_tokens, dynamic=False, mode=mode)
 
     def __call__(self, model, idx, cache, uniform, *penalty, **sampling):
         if idx.is_cuda:

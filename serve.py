@@ -190,30 +190,35 @@ class Completion:
         return ids
 
     def generate(self, turn, loop, server):
-        """Put the text in `pieces`. Stops early if the client disconnects or the server shuts down.
-        """
-        def send(text):
+        """→ the text, and its tokens with logprobs; of a stream, only what was not put in `pieces`.
+        Stops early if the client disconnects or the server shuts down."""
+        def on_text(text):
             if server.should_exit:
                 self.generator.cancelled = True
+            if not self.options.stream:
+                return
             if not self.room.acquire(blocking=False):  # the client is slow: others take their turn
                 turn.release()
                 self.room.acquire()
                 turn.acquire()
-            tokens = []
-            if self.logprobs:
-                tokens, self.logprobs.completed = self.logprobs.completed, []
-            if text or tokens:
-                loop.call_soon_threadsafe(self.pieces.put_nowait, (text, tokens))
+            loop.call_soon_threadsafe(self.pieces.put_nowait, (text, self.take_tokens()))
 
         with turn:
             if self.generator.cancelled:
-                return
-            if self.options.echo:
-                send(self.echo_prompt())
-            [text] = self.generator.generate_texts([self.ids], [0], self.options, self.stop,
-                                                   send if self.options.stream else None,
-                                                   self.logprobs)
-            send('' if self.options.stream else text)
+                return '', []
+            prompt = self.echo_prompt() if self.options.echo else ''
+            if prompt:
+                on_text(prompt)
+            [text] = self.generator.generate_texts(
+                [self.ids], [0], self.options, self.stop, on_text, self.logprobs)
+        return '' if self.options.stream else prompt + text, self.take_tokens()
+
+    def take_tokens(self):
+        """→ the tokens that Logprobs has completed since the last call."""
+        tokens = []
+        if self.logprobs:
+            tokens, self.logprobs.completed = self.logprobs.completed, []
+        return tokens
 
     def echo_prompt(self):
         """→ the text of the prompt, whose tokens are then in Logprobs."""
@@ -240,17 +245,12 @@ class Completion:
         """Yield the body of the response. future: of generate(), which is running"""
         future.add_done_callback(lambda _: self.pieces.put_nowait(None))
         stream = self.options.stream
-        text, tokens = '', []
         if stream:
             yield self.format('', role='assistant')
-        while piece := await self.pieces.get():
-            if stream:
+            while piece := await self.pieces.get():
                 yield self.format(*piece)
                 self.room.release()
-            else:
-                text += piece[0]
-                tokens += piece[1]
-        await future
+        text, tokens = await future
         n_tokens = self.generator.tokens
         if self.generator.cancelled:
             return  # no finish_reason: the text is incomplete
@@ -260,7 +260,7 @@ class Completion:
         if not stream:
             yield self.format(text, tokens, reason, usage, role='assistant')
             return
-        yield self.format('', reason=reason)
+        yield self.format(text, tokens, reason)
         if self.include_usage:
             yield self.format('', usage=usage)
         yield 'data: [DONE]\n\n'
@@ -286,29 +286,27 @@ class Completion:
 
     def format_logprobs(self, tokens):
         """Completed tokens of Logprobs → OpenAI's object"""
-        decode_bytes = self.generator.tokenizer.decode_bytes
-        texts = [text for text, *_ in tokens]
-        logprobs = [by_id.get(token) for _, token, by_id in tokens]
-        top = [[(decode_bytes([i]), logprob) for i, logprob in by_id.items()]
-               for *_, by_id in tokens]
-        if not self.is_chat:
-            offsets = [*accumulate(map(len, texts), initial=self.n_sent)]
-            self.n_sent = offsets.pop()
-            top = [{name_of(data): logprob for data, logprob in likely} or None for likely in top]
-            return {'tokens': texts, 'token_logprobs': logprobs, 'top_logprobs': top,
-                    'text_offset': offsets}
-        content = []
-        for (text, token, _), logprob, likely in zip(tokens, logprobs, top, strict=True):
-            entries = [{'token': name_of(data), 'logprob': p, 'bytes': [*data]}
-                       for data, p in likely[:self.logprobs.n_top]]
-            content.append({'token': text, 'logprob': logprob, 'bytes': [*decode_bytes([token])],
-                            'top_logprobs': entries})
-        return {'content': content, 'refusal': None}
+        def entry(token, logprob):
+            data = self.generator.tokenizer.decode_bytes([token])
+            # bytes that are not UTF-8 as \\xe2
+            return {'token': data.decode('utf-8', 'backslashreplace'), 'logprob': logprob,
+                    'bytes': [*data]}
 
-
-def name_of(data):
-    r"""The bytes of a token as text: those that are not UTF-8, as \xe2."""
-    return data.decode('utf-8', 'backslashreplace')
+        entries = []  # of each token, then of the likeliest ones in its place
+        for text, token, logprobs in tokens:
+            top = [entry(*likely) for likely in logprobs.items()]
+            entries.append({**entry(token, logprobs.get(token)), 'token': text,
+                            'top_logprobs': top})
+        if self.is_chat:
+            for token in entries:
+                del token['top_logprobs'][self.logprobs.n_top:]
+            return {'content': entries, 'refusal': None}
+        texts = [token['token'] for token in entries]
+        offsets = [*accumulate(map(len, texts), initial=self.n_sent)]
+        self.n_sent = offsets.pop()
+        return {'tokens': texts, 'token_logprobs': [token['logprob'] for token in entries],
+                'top_logprobs': [{top['token']: top['logprob'] for top in token['top_logprobs']}
+                                 or None for token in entries], 'text_offset': offsets}
 
 
 def parse_options(body):

@@ -195,13 +195,14 @@ class Completion:
         def on_text(text):
             if server.should_exit:
                 self.generator.cancelled = True
-            if not self.options.stream:
+            if self.generator.cancelled or not self.options.stream:
                 return
             if not self.room.acquire(blocking=False):  # the client is slow: others take their turn
                 turn.release()
                 self.room.acquire()
                 turn.acquire()
-            loop.call_soon_threadsafe(self.pieces.put_nowait, (text, self.take_tokens()))
+            if not self.generator.cancelled:  # else the event loop may be closed
+                loop.call_soon_threadsafe(self.pieces.put_nowait, (text, self.take_tokens()))
 
         with turn:
             if self.generator.cancelled:
@@ -288,7 +289,7 @@ class Completion:
         """Completed tokens of Logprobs → OpenAI's object"""
         def entry(token, logprob):
             data = self.generator.tokenizer.decode_bytes([token])
-            # bytes that are not UTF-8 as \\xe2
+            # bytes that are not UTF-8: as \xe2
             return {'token': data.decode('utf-8', 'backslashreplace'), 'logprob': logprob,
                     'bytes': [*data]}
 

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
@@ -62,6 +63,12 @@ def complete(client, prompt='def ', **options):
     return client.completions.create(model='any', prompt=prompt, **options)
 
 
+def choices_of(response):
+    """The choices of a response, or of the chunks of a stream."""
+    chunks = response if isinstance(response, openai.Stream) else [response]
+    return [chunk.choices[0] for chunk in chunks]
+
+
 def accepted(client):
     """A stream; None if too many requests are queued."""
     with suppress(openai.RateLimitError):
@@ -116,9 +123,8 @@ def test_a_stream_is_the_text_in_pieces(client):
 @pytest.mark.parametrize('stream', [False, True])
 def test_a_completion_ends_before_a_stop_string(client, stream):
     text = complete(client, temperature=0, max_tokens=30).choices[0].text
-    response = complete(client, temperature=0, max_tokens=30, stop=['\x00\x01', text[10:13]],
-                        stream=stream)
-    choices = [chunk.choices[0] for chunk in (response if stream else [response])]
+    choices = choices_of(complete(client, temperature=0, max_tokens=30, stream=stream,
+                                  stop=['\x00\x01', text[10:13]]))
     assert ''.join(choice.text for choice in choices) == text[:text.index(text[10:13])]
     assert choices[-1].finish_reason == 'stop'
 
@@ -171,8 +177,7 @@ def logprobs_of(gpt, text):
 def test_logprobs_are_those_of_the_model_before_sampling(stream, client, gpt):
     response = complete(client, max_tokens=8, seed=4, temperature=0.7, logprobs=2, stream=stream,
                         extra_body={'top_k': 20, 'repetition_penalty': 1.5})
-    choices = [chunk.choices[0] for chunk in (response if stream else [response])]
-    choices = [choice for choice in choices if choice.logprobs]
+    choices = [choice for choice in choices_of(response) if choice.logprobs]
     tokens, logprobs, top, offsets = [
         [value for choice in choices for value in getattr(choice.logprobs, name)]
         for name in ('tokens', 'token_logprobs', 'top_logprobs', 'text_offset')]
@@ -218,8 +223,8 @@ def test_lm_eval_scores_a_continuation(client, gpt):
 def test_the_tokens_of_a_chat_are_its_answer(stream, chat_client):
     response = chat_client.chat.completions.create(
         **conversation('ä?'), temperature=0, logprobs=True, top_logprobs=2, stream=stream)
-    choices = [chunk.choices[0] for chunk in (response if stream else [response])]
-    entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    entries = [entry for choice in choices_of(response) if choice.logprobs
+               for entry in choice.logprobs.content]
     assert ''.join(entry.token for entry in entries) == ANSWERS['ä?']
     assert b''.join(bytes(entry.bytes) for entry in entries).startswith(ANSWERS['ä?'].encode())
     for entry in entries:  # each is the likeliest
@@ -373,6 +378,24 @@ def test_a_client_that_reads_nothing_or_sends_slowly_delays_no_other(client):
             socket.create_connection(('127.0.0.1', client.base_url.port)) as unfinished:
         unfinished.sendall(UNFINISHED)
         assert complete(client, max_tokens=9, timeout=5).choices
+
+
+def test_a_stream_that_waits_for_its_reader_ends_when_the_reader_leaves(trained):
+    body = json.dumps({'prompt': 'def ', 'max_tokens': ENDLESS, 'stream': True})
+    completion = serve.Completion(plaingpt.load(trained, 'latest', device='cpu'), False, body)
+
+    def call(put, piece):
+        if completion.generator.cancelled:
+            raise RuntimeError('the event loop is closed')
+        put(piece)
+    turn = threading.Lock()
+    thread = threading.Thread(daemon=True, target=completion.generate, args=(
+        turn, SimpleNamespace(call_soon_threadsafe=call), SimpleNamespace(should_exit=False)))
+    thread.start()
+    wait_until(lambda: completion.pieces.qsize() == serve.MAX_UNREAD and not turn.locked())
+    completion.cancel()
+    thread.join(5)
+    assert not thread.is_alive()
 
 
 def test_a_client_that_reads_late_gets_its_whole_text(client):

@@ -70,18 +70,15 @@ def parse_history(messages):
     """Like parse_messages, but allows empty assistant messages, which clients of OpenAI's API send.
     """
     from plaingpt.data.chat_tokenizer import MARK
-    from plaingpt.data.conversations import parse_messages
-    if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
-        # parse_messages rejects blank texts; chat tokenizers encode MARK as no tokens
-        messages = [{**message, 'content': MARK} if is_blank_answer(message) else message
-                    for message in messages]
+    from plaingpt.data.conversations import has_content, join_text, parse_messages
+    if isinstance(messages, list):
+        messages = [*messages]
+        for i, message in enumerate(messages):
+            if isinstance(message, dict) and message.get('role') == 'assistant' \
+                    and not has_content(join_text(message.get('content'))):
+                # parse_messages rejects blank texts; chat tokenizers encode MARK as no tokens
+                messages[i] = {**message, 'content': MARK}
     return parse_messages(messages, 'messages')
-
-
-def is_blank_answer(message):
-    """Whether this is an assistant message without text."""
-    from plaingpt.data.conversations import has_content, join_text
-    return message.get('role') == 'assistant' and not has_content(join_text(message.get('content')))
 
 
 class Logprobs:
@@ -150,13 +147,11 @@ class StreamDecoder:
                 self.logprobs.pending = [token for token in self.logprobs.pending
                                          if token[0] < len(self.text)]
         end = self.n_emitted  # hold back what may be the start of a stop string
-        while end < len(self.text) and not self.may_start_stop(self.text[end:]):
+        while end < len(self.text) and not any(stop.startswith(self.text[end:])
+                                               for stop in self.stop_strings):
             end += 1
         self.emit(end)
         return bool(positions)
-
-    def may_start_stop(self, text):
-        return any(stop.startswith(text) for stop in self.stop_strings)
 
     @property
     def next_start(self):

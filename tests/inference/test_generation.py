@@ -121,7 +121,7 @@ def test_a_compiled_step_writes_the_same_without_compiling_again(kind):
         kernels.append(_cur_sdpa_kernel_backends(with_priority=True))  # as each graph is made
         return graph
 
-    model, kernels = make(kind), []
+    model, kernels = make(kind, n_layer=1), []
     compiled = compiled_with(model, backend)
 
     def check(prompts):

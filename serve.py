@@ -44,9 +44,9 @@ IGNORED = ('model', 'user', 'metadata', 'store', 'service_tier', 'parallel_tool_
            'safety_identifier', 'prompt_cache_key')
 ACCEPTED = {  # option of OpenAI's API → values that change nothing; all others are refused
     'stream_options': [{}, {'include_usage': False}, {'include_usage': True}],
-    'n': [1], 'best_of': [1], 'presence_penalty': [0],
-    'frequency_penalty': [0], 'logit_bias': [{}], 'tools': [[]], 'tool_choice': ['none', 'auto'],
-    'functions': [[]], 'modalities': [['text']], 'response_format': [{'type': 'text'}]}
+    'n': [1], 'best_of': [1], 'presence_penalty': [0], 'frequency_penalty': [0],
+    'logit_bias': [{}], 'tools': [[]], 'tool_choice': ['none', 'auto'], 'functions': [[]],
+    'modalities': [['text']], 'response_format': [{'type': 'text'}]}
 
 
 @dataclass
@@ -137,6 +137,11 @@ class Options(Sampling):
             for name in ('logprobs', 'top_logprobs')
             if not 0 <= getattr(self, name) <= MAX_LOGPROBS]
 
+    def conflicts(self):
+        if self.top_logprobs and not self.logprobs:
+            return ['top_logprobs: has no effect without logprobs=true']
+        return []
+
 
 class Completion:
     def __init__(self, generator, is_chat, body):
@@ -163,7 +168,7 @@ class Completion:
         self.logprobs = None
         if self.options.logprobs is not False:
             self.logprobs = Logprobs(
-                self.options.top_logprobs if is_chat else self.options.logprobs)
+                self.options.top_logprobs if is_chat else int(self.options.logprobs))
         self.n_hidden = 0  # tokens before the prompt
         if is_chat:
             self.ids, self.options = generator.prepare_answer(prompt, self.options)

@@ -194,6 +194,7 @@ def test_logprobs_are_those_of_the_model_before_sampling(stream, client, gpt):
 
 def test_an_echoed_prompt_has_logprobs(client, gpt):
     rows, ids = logprobs_of(gpt, 'def main')
+    assert complete(client, max_tokens=1, logprobs=True).choices[0].logprobs.tokens
     tokens = gpt.tokenizer.encode('def main').tolist()
     for prompt in 'def main', tokens, [tokens]:
         [choice] = complete(client, prompt=prompt, max_tokens=0, echo=True, logprobs=0).choices
@@ -248,6 +249,11 @@ def test_a_wrong_option_is_an_error_of_openai_that_names_it(client, option, name
     with pytest.raises(openai.BadRequestError, match=named) as error:
         complete(client, extra_body=option)
     assert error.value.type == 'invalid_request_error'
+
+
+def test_top_logprobs_need_logprobs(chat_client):
+    with pytest.raises(openai.BadRequestError, match='logprobs=true'):
+        chat_client.chat.completions.create(**conversation('hi'), top_logprobs=2)
 
 
 @pytest.mark.parametrize('body', [b'', b'[]', b'\xff{}', b'{"prompt": "\\udfff"}'])

@@ -4,8 +4,8 @@
 
 /v1/chat/completions takes `messages` and /v1/completions takes a `prompt`. Both take stream, stop,
 max_tokens, temperature, top_p, seed and logprobs, and top_k, repetition_penalty and continue_text
-as in sample.py; chats also top_logprobs, completions also echo. Other options of OpenAI's API are
-accepted only with values that change nothing, such as n=1.
+as in sample.py; chats also top_logprobs. Other options of OpenAI's API are accepted only with
+values that change nothing, such as n=1.
 """
 
 import asyncio
@@ -21,11 +21,9 @@ from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
-
 from configurator import checked, load_config
 from plaingpt.inference.open_weights import GeneratorChoice, open_generator
-from plaingpt.inference.text_generator import Logprobs, Sampling, StreamDecoder, list_stop_strings
+from plaingpt.inference.text_generator import Logprobs, Sampling, list_stop_strings
 from plaingpt.system.errors import UserError, needs, run_script
 from plaingpt.system.formatting import printable
 
@@ -46,7 +44,7 @@ ACCEPTED = {  # option of OpenAI's API → values that change nothing; all other
     'stream_options': [{}, {'include_usage': False}, {'include_usage': True}],
     'n': [1], 'best_of': [1], 'presence_penalty': [0], 'frequency_penalty': [0],
     'logit_bias': [{}], 'tools': [[]], 'tool_choice': ['none', 'auto'], 'functions': [[]],
-    'modalities': [['text']], 'response_format': [{'type': 'text'}]}
+    'echo': [False], 'modalities': [['text']], 'response_format': [{'type': 'text'}]}
 
 
 @dataclass
@@ -127,7 +125,6 @@ class Options(Sampling):
     temperature: float = 1.0
     top_k: int = 0
     stream: bool = False
-    echo: bool = False  # /v1/completions: the text begins with the prompt
     logprobs: int | bool = False  # /v1/completions: number of likely tokens; chat: whether
     top_logprobs: int = 0  # /v1/chat/completions: number of likely tokens
 
@@ -155,7 +152,7 @@ class Completion:
                        'model': 'plaingpt'}
         options = parse_options(body)
         self.include_usage = options.get('stream_options') == {'include_usage': True}
-        accepted = ACCEPTED | ({'echo': [False]} if is_chat else {'top_logprobs': [0]})
+        accepted = ACCEPTED if is_chat else ACCEPTED | {'top_logprobs': [0]}
         for name in accepted.keys() & options.keys():
             value = options.pop(name)
             if value not in accepted[name]:
@@ -169,30 +166,10 @@ class Completion:
         if self.options.logprobs is not False:
             self.logprobs = Logprobs(
                 self.options.top_logprobs if is_chat else int(self.options.logprobs))
-        self.n_hidden = 0  # tokens before the prompt
         if is_chat:
             self.ids, self.options = generator.prepare_answer(prompt, self.options)
         else:
-            self.ids = self.encode(prompt)
-
-    def encode(self, prompt):
-        """A text or a list of token ids, or a list with one of them → token ids"""
-        tokenizer = self.generator.tokenizer
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-            [prompt] = prompt
-        if not isinstance(prompt, list):
-            ids = self.generator.encode(prompt, 'prompt', self.options.continue_text)
-            self.n_hidden = len(ids) - len(tokenizer.encode(prompt))
-        elif prompt and all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in prompt):
-            ids = prompt
-        else:
-            raise UserError('prompt: expected one text, or a list of token ids '
-                            f'0–{tokenizer.vocab_size - 1}')
-        block_size = self.generator.model.config.block_size
-        if self.options.echo and self.logprobs and len(ids) > block_size:
-            raise UserError(f'echo: logprobs of a prompt of at most {block_size:,} tokens can be '
-                            f'listed; got {len(ids):,}')
-        return ids
+            self.ids = generator.encode(prompt, 'prompt', self.options.continue_text)
 
     def generate(self, turn, loop, server):
         """→ the text, and its tokens with logprobs; of a stream, only what was not put in `pieces`.
@@ -212,12 +189,9 @@ class Completion:
         with turn:
             if self.generator.cancelled:
                 return '', []
-            prompt = self.echo_prompt() if self.options.echo else ''
-            if prompt:
-                on_text(prompt)
             [text] = self.generator.generate_texts(
                 [self.ids], [0], self.options, self.stop, on_text, self.logprobs)
-        return '' if self.options.stream else prompt + text, self.take_tokens()
+        return '' if self.options.stream else text, self.take_tokens()
 
     def take_tokens(self):
         """→ the tokens that Logprobs has completed since the last call."""
@@ -225,22 +199,6 @@ class Completion:
         if self.logprobs:
             tokens, self.logprobs.completed = self.logprobs.completed, []
         return tokens
-
-    def echo_prompt(self):
-        """→ the text of the prompt, whose tokens are then in Logprobs."""
-        generator, logprobs = self.generator, self.logprobs
-        decoder = StreamDecoder(generator.tokenizer, logprobs=logprobs)
-        if logprobs:
-            idx = torch.tensor([self.ids], device=generator.model.transformer.wte.weight.device)
-            with torch.inference_mode(), generator.context:
-                logits = generator.model(idx)[0].float()  # (1, T, V)
-        for i in range(self.n_hidden, len(self.ids)):
-            if logprobs and i > 0:
-                logprobs.on_logits(logits[:, i - 1])
-            if logprobs:
-                logprobs.add(self.ids[i], decoder.next_start)
-            decoder.add(self.ids[i])
-        return decoder.finish()
 
     def cancel(self):
         """End the generation, also while it waits for room."""

@@ -29,8 +29,8 @@ class Sampling:
     seed: int = 1337  # random seed; the same seed gives the same text
     continue_text: bool = False  # the prompt is the middle of a document, not its start
 
-    above_0 = ('top_p', 'repetition_penalty')
-    at_least_0 = ('max_new_tokens', 'temperature', 'top_k', 'seed')
+    above_0 = ('max_new_tokens', 'top_p', 'repetition_penalty')
+    at_least_0 = ('temperature', 'top_k', 'seed')
 
     def out_of_range(self):
         return [f'top_p={self.top_p}: must be at most 1'] if self.top_p > 1 else []
@@ -88,7 +88,7 @@ class Logprobs:
 
     def __init__(self, n_top):
         self.n_top = n_top
-        self.logprobs = None  # (V,): of the next token; None before the first one of a text
+        self.logprobs = None  # (V,): of the next token
         self.pending = []  # tokens with text to come: (where it starts, id, {id: log-probability})
         self.completed = []  # (text of the token, id, {id: log-probability})
 
@@ -96,10 +96,8 @@ class Logprobs:
         self.logprobs = logits[0].log_softmax(dim=-1)
 
     def add(self, token, start):
-        ids = []
-        if self.logprobs is not None:
-            n_top = min(self.n_top, len(self.logprobs))
-            ids = [*self.logprobs.topk(n_top).indices.tolist(), token]
+        n_top = min(self.n_top, len(self.logprobs))
+        ids = [*self.logprobs.topk(n_top).indices.tolist(), token]
         self.pending.append((start, token, {i: self.logprobs[i].item() for i in ids}))
 
     def complete(self, text, end, is_final):

@@ -6,11 +6,13 @@ import os
 import re
 import signal
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import pytest
+import torch
 from chat_model import ANSWERS
 from processes import exit_code, fork, wait_until
 
@@ -61,6 +63,18 @@ def complete(client, prompt='def ', **options):
     return client.completions.create(model='any', prompt=prompt, **options)
 
 
+def choices_of(response):
+    """The choices of a response, or of the chunks of a stream."""
+    chunks = response if isinstance(response, openai.Stream) else [response]
+    return [chunk.choices[0] for chunk in chunks]
+
+
+def accepted(client):
+    """A stream; None if too many requests are queued."""
+    with suppress(openai.RateLimitError):
+        return complete(client, stream=True, max_tokens=1)
+
+
 def conversation(*contents):
     """Messages of a user and the assistant, in turns."""
     return {'model': 'any', 'messages': [
@@ -109,9 +123,8 @@ def test_a_stream_is_the_text_in_pieces(client):
 @pytest.mark.parametrize('stream', [False, True])
 def test_a_completion_ends_before_a_stop_string(client, stream):
     text = complete(client, temperature=0, max_tokens=30).choices[0].text
-    response = complete(client, temperature=0, max_tokens=30, stop=['\x00\x01', text[10:13]],
-                        stream=stream)
-    choices = [chunk.choices[0] for chunk in (response if stream else [response])]
+    choices = choices_of(complete(client, temperature=0, max_tokens=30, stream=stream,
+                                  stop=['\x00\x01', text[10:13]]))
     assert ''.join(choice.text for choice in choices) == text[:text.index(text[10:13])]
     assert choices[-1].finish_reason == 'stop'
 
@@ -145,18 +158,74 @@ def test_options_that_ask_for_nothing_are_accepted(chat_client):
 
 
 # -----------------------------------------------------------------------------
+# log-probabilities
+
+
+@pytest.fixture(scope='module')
+def gpt(trained):
+    return plaingpt.load(trained, 'latest', device='cpu')
+
+
+def logprobs_of(gpt, text):
+    """(T, V): of each character of `text` that follows the first."""
+    ids = torch.from_numpy(gpt.tokenizer.encode(text))
+    with torch.no_grad():
+        return gpt.model(ids[None, :-1])[0][0].log_softmax(-1), ids[1:]
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_logprobs_are_those_of_the_model_before_sampling(stream, client, gpt):
+    response = complete(client, max_tokens=8, seed=4, temperature=0.7, logprobs=2, stream=stream,
+                        extra_body={'top_k': 20, 'repetition_penalty': 1.5})
+    choices = [choice for choice in choices_of(response) if choice.logprobs]
+    tokens, logprobs, top, offsets = [
+        [value for choice in choices for value in getattr(choice.logprobs, name)]
+        for name in ('tokens', 'token_logprobs', 'top_logprobs', 'text_offset')]
+    assert all(''.join(choice.logprobs.tokens) == choice.text for choice in choices)
+    assert offsets == [*range(8)]
+    expected, ids = logprobs_of(gpt, 'def ' + ''.join(tokens))
+    for i in range(8):
+        row = expected[3 + i]
+        likely = {gpt.tokenizer.decode([j]): row[j].item()
+                  for j in [*row.topk(2).indices, ids[3 + i]]}
+        assert top[i] == pytest.approx(likely, abs=1e-4)
+        assert logprobs[i] == top[i][tokens[i]]
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_the_tokens_of_a_chat_are_its_answer(stream, chat_client):
+    response = chat_client.chat.completions.create(
+        **conversation('ä?'), temperature=0, logprobs=True, top_logprobs=2, stream=stream)
+    entries = [entry for choice in choices_of(response) if choice.logprobs
+               for entry in choice.logprobs.content]
+    assert ''.join(entry.token for entry in entries) == ANSWERS['ä?']
+    assert b''.join(bytes(entry.bytes) for entry in entries).startswith(ANSWERS['ä?'].encode())
+    for entry in entries:  # each is the likeliest
+        assert len(entry.top_logprobs) == 2
+        assert entry.top_logprobs[0].logprob == entry.logprob
+        assert entry.top_logprobs[0].bytes == entry.bytes
+
+
+# -----------------------------------------------------------------------------
 # what is refused
 
 
 @pytest.mark.parametrize(('option', 'named'), [
     ({'prompt': 7}, 'prompt'), ({'prompt': 'é'}, 'é'), ({'temperature': 'hot'}, 'temperature'),
     ({'stop': ['x'] * 1001}, 'stop'), ({'stream': 'yes'}, 'stream'), ({'seed': 10**999}, 'seed'),
-    ({'temperatur': 0}, 'temperature'), ({'n': 2}, "'n'"),
+    ({'temperatur': 0}, 'temperature'), ({'n': 2}, "'n'"), ({'logprobs': 21}, 'logprobs'),
+    ({'top_logprobs': 1}, 'top_logprobs'), ({'prompt': ['a', 'b']}, 'prompt'),
+    ({'prompt': [3]}, 'prompt'), ({'echo': True}, 'echo'),
     ({'tools': [{'type': 'function'}]}, 'tools')])
 def test_a_wrong_option_is_an_error_of_openai_that_names_it(client, option, named):
     with pytest.raises(openai.BadRequestError, match=named) as error:
         complete(client, extra_body=option)
     assert error.value.type == 'invalid_request_error'
+
+
+def test_top_logprobs_need_logprobs(chat_client):
+    with pytest.raises(openai.BadRequestError, match='logprobs=true'):
+        chat_client.chat.completions.create(**conversation('hi'), top_logprobs=2)
 
 
 @pytest.mark.parametrize('body', [b'', b'[]', b'\xff{}', b'{"prompt": "\\udfff"}'])
@@ -232,41 +301,85 @@ def test_requests_wait_for_each_other(client):
         assert second.result().choices[0].text == expected
 
 
-def test_a_full_queue_is_refused(trained, tmp_path):
-    with serving(tmp_path, trained) as (client, _, log), \
-            ThreadPoolExecutor(serve.MAX_QUEUED) as pool:
+def test_a_full_queue_is_refused_until_a_client_leaves(trained, tmp_path):
+    with serving(tmp_path, trained) as (client, _, _):
         first = complete(client, stream=True, max_tokens=ENDLESS)
-        waiting = [pool.submit(complete, client, max_tokens=1) for _ in range(serve.MAX_QUEUED)]
-        wait_until(lambda: log.read_text().count('"POST') == 1 + serve.MAX_QUEUED)
+        waiting = [complete(client, stream=True, max_tokens=1) for _ in range(serve.MAX_QUEUED)]
         with pytest.raises(openai.RateLimitError):
             complete(client)
+        waiting.pop().close()
+        wait_until(lambda: accepted(client))
         first.close()
-        assert all(response.result().choices for response in waiting)
-
-
+        assert all(list(stream) for stream in waiting)
 def test_a_client_that_waits_for_the_whole_text_can_leave(client):
     with pytest.raises(openai.APITimeoutError):
         complete(client, max_tokens=ENDLESS, timeout=1)
     assert complete(client, max_tokens=1).choices
 
 
-def test_a_request_that_does_not_arrive_is_given_up(trained, tmp_path, monkeypatch):
+def test_a_request_that_does_not_arrive_and_a_response_that_is_not_read_are_given_up(
+        trained, tmp_path, monkeypatch):
     monkeypatch.setattr(serve, 'REQUEST_TIMEOUT', 0.2)
+    monkeypatch.setattr(serve, 'UNREAD_TIMEOUT', 0.2)
+    monkeypatch.setattr(serve, 'MAX_QUEUED', 0)
     with serving(tmp_path, trained) as (client, _, _):
         for sent, answer in ((b'', b''), (UNFINISHED[:20], b''),
                              (UNFINISHED, b'invalid_request_error')):
             with socket.create_connection(('127.0.0.1', client.base_url.port)) as connection:
                 connection.sendall(sent)
-                received = b''.join(iter(lambda: connection.recv(1000), b''))  # to its end
-                assert answer in received
-                assert bool(answer) == bool(received)
+                sent_back = received(connection)
+                assert answer in sent_back
+                assert bool(answer) == bool(sent_back)
+        with send_stream(client, max_tokens=ENDLESS) as connection:
+            wait_until(lambda: accepted(client))
+            assert b'DONE' not in received(connection)
 
 
-def test_a_text_that_nobody_reads_ends(trained):
-    body = json.dumps({'prompt': 'def ', 'max_tokens': 100, 'stream': True})
-    completion = serve.Completion(plaingpt.load(trained, 'latest'), False, body)
-    for _ in range(serve.MAX_UNREAD):
-        completion.pieces.put_nowait('unread')
-    at_once = SimpleNamespace(call_soon_threadsafe=lambda call, piece: call(piece))
-    completion.generate(at_once, SimpleNamespace(should_exit=False))
-    assert completion.generator.cancelled
+def send_stream(client, receive_buffer=4096, **options):
+    """Ask for a stream → the connection, from which nothing is read."""
+    body = json.dumps({'prompt': 'def ', 'stream': True, **options}).encode()
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect(('127.0.0.1', client.base_url.port))
+    connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n'
+                       b'Content-Type: application/json\r\n\r\n%b' % (len(body), body))
+    return connection
+
+
+def received(connection):
+    """All bytes until the server closes the connection."""
+    return b''.join(iter(lambda: connection.recv(100_000), b''))
+
+
+def test_a_client_that_reads_nothing_or_sends_slowly_delays_no_other(client):
+    with send_stream(client, max_tokens=ENDLESS), \
+            socket.create_connection(('127.0.0.1', client.base_url.port)) as unfinished:
+        unfinished.sendall(UNFINISHED)
+        assert complete(client, max_tokens=9, timeout=5).choices
+
+
+def test_a_stream_that_waits_for_its_reader_ends_when_the_reader_leaves(trained):
+    body = json.dumps({'prompt': 'def ', 'max_tokens': ENDLESS, 'stream': True})
+    completion = serve.Completion(plaingpt.load(trained, 'latest', device='cpu'), False, body)
+
+    def call(put, piece):
+        if completion.generator.cancelled:
+            raise RuntimeError('the event loop is closed')
+        put(piece)
+    turn = threading.Lock()
+    thread = threading.Thread(daemon=True, target=completion.generate, args=(
+        turn, SimpleNamespace(call_soon_threadsafe=call), SimpleNamespace(should_exit=False)))
+    thread.start()
+    wait_until(lambda: completion.pieces.qsize() == serve.MAX_UNREAD and not turn.locked())
+    completion.cancel()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_a_client_that_reads_late_gets_its_whole_text(client):
+    options = {'max_tokens': 500, 'seed': 3}
+    with send_stream(client, **options) as connection:
+        expected = complete(client, **options).choices[0].text
+        *lines, _, done = re.findall(rb'data: (.*)', received(connection))
+    text = ''.join(json.loads(line)['choices'][0]['text'] for line in lines)
+    assert (text, done) == (expected, b'[DONE]')

@@ -2,9 +2,11 @@
 
 The cache keeps the keys and values of earlier tokens, so a step runs the model on one token only.
 When the context would exceed block_size, its first half is dropped and the remainder is prefilled
-again, so at least half of block_size stays in context.
+again, so at least half of block_size stays in context. GPT.generate() slides by one token instead:
+up to block_size tokens, both continue a prompt with the same likeliest tokens.
 """
 
+import functools
 import math
 from contextlib import nullcontext
 from dataclasses import replace
@@ -31,7 +33,7 @@ def generate(model, prompts, max_new_tokens, *, repetition_penalty=1.0, generato
              on_token=None, compiled=None, **sampling):
     """Continue each of `prompts` (lists of token ids of any lengths) → the new token ids of each.
 
-    sampling: temperature, top_k and top_p of sample_next_token
+    sampling: temperature, top_k and top_p of sample_next_token; on_logits of next_tokens
     generators: a torch.Generator per row, so that no row depends on the others; None: torch's own
     on_token: called with (row, token) for each new token; returning True ends the row and discards
     the token
@@ -96,10 +98,14 @@ def context_start(length, block_size):
 # from logits to the next token
 
 
-def next_tokens(model, idx, cache, uniform, present, repetition_penalty, **sampling):
+def next_tokens(model, idx, cache, uniform, present, repetition_penalty, on_logits=None,
+                **sampling):
     """idx (B, T), after cache.advance(T) → the next token of each row, (B, 1).
-    present (B, V): True for tokens that the row contains; None without a repetition penalty"""
+    present (B, V): True for tokens that the row contains; None without a repetition penalty
+    on_logits: called with the model's logits (B, V)"""
     logits = model.logits(model.hidden(idx, cache)[:, -1]).float()  # (B, V)
+    if on_logits:
+        on_logits(logits)
     if present is not None:  # Keskar et al. 2019, section 4.1
         penalized = torch.where(logits > 0, logits / repetition_penalty,
                                 logits * repetition_penalty)
@@ -112,17 +118,11 @@ class CompiledStep:
     uses the memory that it was recorded with. So each batch size keeps one cache."""
 
     def __init__(self, model):
-        self.model = model
-        self.caches = {}  # batch size → KVCache
-        on_gpu = model.transformer.wte.weight.device.type == 'cuda'
-        self.compiled = torch.compile(next_tokens, dynamic=False,
-                                      mode='reduce-overhead' if on_gpu else None)
-
-    def cache(self, batch_size):
-        if batch_size not in self.caches:
-            config, device = self.model.config, self.model.transformer.wte.weight.device
-            self.caches[batch_size] = KVCache(config, config.block_size, device, static=True)
-        return self.caches[batch_size]
+        config, device = model.config, model.transformer.wte.weight.device
+        self.cache = functools.cache(  # one per batch size
+            lambda batch_size: KVCache(config, config.block_size, device, static=True))
+        mode = 'reduce-overhead' if device.type == 'cuda' else None
+        self.compiled = torch.compile(next_tokens, dynamic=False, mode=mode)
 
     def __call__(self, model, idx, cache, uniform, *penalty, **sampling):
         if idx.is_cuda:

@@ -3,7 +3,7 @@
 import codecs
 import sys
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -39,11 +39,15 @@ class Sampling:
 def prompt_ids(text, tokenizer, document_start):
     """A prompt → token ids. document_start: the id that starts each document in training, which
     the prompt then follows, or which stands alone without a prompt ('', or nanoGPT's default, a
-    line break). None if there are no documents, or if the prompt is the middle of one"""
-    if document_start is None:
-        return tokenizer.encode(text).tolist()
-    ids = tokenizer.encode(text).tolist() if text not in ('', '\n', 'IDS:') else []
-    return ids if ids[:1] == [document_start] else [document_start, *ids]
+    line break). None if there are no documents, or if the prompt is the middle of one. Raises
+    UserError for a prompt without tokens that no end-of-text token can stand for."""
+    is_empty = document_start is not None and text in ('', '\n', 'IDS:')
+    ids = [] if is_empty else tokenizer.encode(text).tolist()
+    if document_start is not None and ids[:1] != [document_start]:
+        ids = [document_start, *ids]
+    if not ids and tokenizer.end_of_text is None:
+        raise UserError('the prompt is empty; give at least one character, such as --start=A')
+    return ids or [tokenizer.end_of_text]  # it starts each document
 
 
 def print_text(text, end='\n'):
@@ -66,29 +70,59 @@ def parse_history(messages):
     """Like parse_messages, but allows empty assistant messages, which clients of OpenAI's API send.
     """
     from plaingpt.data.chat_tokenizer import MARK
-    from plaingpt.data.conversations import parse_messages
-    if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
-        # parse_messages rejects blank texts; chat tokenizers encode MARK as no tokens
-        messages = [{**message, 'content': MARK} if is_blank_answer(message) else message
-                    for message in messages]
+    from plaingpt.data.conversations import has_content, join_text, parse_messages
+    if isinstance(messages, list):
+        messages = [*messages]
+        for i, message in enumerate(messages):
+            if isinstance(message, dict) and message.get('role') == 'assistant' \
+                    and not has_content(join_text(message.get('content'))):
+                # parse_messages rejects blank texts; chat tokenizers encode MARK as no tokens
+                messages[i] = {**message, 'content': MARK}
     return parse_messages(messages, 'messages')
 
 
-def is_blank_answer(message):
-    """Whether this is an assistant message without text."""
-    from plaingpt.data.conversations import has_content, join_text
-    return message.get('role') == 'assistant' and not has_content(join_text(message.get('content')))
+class Logprobs:
+    """Log-probabilities of the tokens of a text, and of the `n_top` likeliest tokens in the place
+    of each: of the model's distribution, before temperature, top_k, top_p and repetition_penalty.
+    """
+
+    def __init__(self, n_top):
+        self.n_top = n_top
+        self.logprobs = None  # (V,): of the next token
+        self.pending = []  # tokens with text to come: (where it starts, id, {id: log-probability})
+        self.completed = []  # (text of the token, id, {id: log-probability})
+
+    def on_logits(self, logits):  # (1, V)
+        self.logprobs = logits[0].log_softmax(dim=-1)
+
+    def add(self, token, start):
+        n_top = min(self.n_top, len(self.logprobs))
+        ids = [*self.logprobs.topk(n_top).indices.tolist(), token]
+        self.pending.append((start, token, {i: self.logprobs[i].item() for i in ids}))
+
+    def complete(self, text, end, is_final):
+        """Complete the tokens that end within text[:end], or all of them → where they end."""
+        starts = [start for start, *_ in self.pending] + [len(text)]
+        n = bisect_right(starts, end) - 1  # tokens that end there
+        # The first byte of a character has no text: it is completed with the next token.
+        while n > 0 and not is_final and starts[n - 1] == starts[n]:
+            n -= 1
+        for i, (_, *token) in enumerate(self.pending[:n]):
+            self.completed.append((text[starts[i]:starts[i + 1]], *token))
+        del self.pending[:n]
+        return starts[n]
 
 
 class StreamDecoder:
     """Decodes the tokens of one row as they are generated, and calls `on_text` with each new piece
     of text: complete characters only, after `space` and up to the first stop string."""
 
-    def __init__(self, tokenizer, stop_strings=(), on_text=None, space=''):
+    def __init__(self, tokenizer, stop_strings=(), on_text=None, space='', logprobs=None):
         self.tokenizer = tokenizer
         self.stop_strings = stop_strings
         self.on_text = on_text
         self.space = space
+        self.logprobs = logprobs
         self.utf8 = codecs.getincrementaldecoder('utf-8')('replace')
         self.text = ''
         self.n_emitted = 0  # characters passed to on_text
@@ -107,17 +141,25 @@ class StreamDecoder:
         if positions:
             self.text = self.text[:min(positions)]
             self.utf8.reset()
+            if self.logprobs:  # forget the tokens of the stop string
+                self.logprobs.pending = [token for token in self.logprobs.pending
+                                         if token[0] < len(self.text)]
         end = self.n_emitted  # hold back what may be the start of a stop string
-        while end < len(self.text) and not self.may_start_stop(self.text[end:]):
+        while end < len(self.text) and not any(stop.startswith(self.text[end:])
+                                               for stop in self.stop_strings):
             end += 1
         self.emit(end)
         return bool(positions)
 
-    def may_start_stop(self, text):
-        return any(stop.startswith(text) for stop in self.stop_strings)
+    @property
+    def next_start(self):
+        """Where the text of the next token begins."""
+        return 0 if self.space else len(self.text)
 
-    def emit(self, end):
-        """Pass the text up to `end` to on_text."""
+    def emit(self, end, is_final=False):
+        """Pass the text up to `end` to on_text; with Logprobs, up to the end of a token."""
+        if self.logprobs:
+            end = self.logprobs.complete(self.text, end, is_final)
         if self.on_text and end > self.n_emitted:
             self.on_text(self.text[self.n_emitted:end])
         self.n_emitted = end
@@ -125,7 +167,7 @@ class StreamDecoder:
     def finish(self):
         """→ the whole text; an incomplete character becomes U+FFFD."""
         self.text += self.utf8.decode(b'', final=True)
-        self.emit(len(self.text))
+        self.emit(len(self.text), is_final=True)
         return self.text
 
 
@@ -201,23 +243,21 @@ class TextGenerator:
         its message."""
         if not isinstance(text, str):
             raise UserError(f'{name} must be a string')
-        ids = prompt_ids(text, self.tokenizer, None if continue_text else self.document_start)
-        if not ids and self.tokenizer.end_of_text is None:
-            raise UserError(f'{name} is empty; give at least one character, such as --start=A')
-        return ids or [self.tokenizer.end_of_text]  # it starts each document
+        return prompt_ids(text, self.tokenizer, None if continue_text else self.document_start)
 
-    def generate_texts(self, prompts, indices, sampling, stop=(), on_text=None):
+    def generate_texts(self, prompts, indices, sampling, stop=(), on_text=None, logprobs=None):
         """Continue `prompts` (lists of token ids) → texts.
 
         indices: one per text, which together with sampling.seed seeds its random numbers
         sampling: a Sampling; stop: as in generate()
         on_text: called with each new piece of text, if there is one prompt
+        logprobs: a Logprobs that records those of the new tokens, if there is one prompt
         """
         stop_strings = list_stop_strings(stop)
         spaces = [''] * len(prompts)
         if is_chat(self.tokenizer):
             spaces = map(self.tokenizer.space_after, prompts)
-        decoders = [StreamDecoder(self.tokenizer, stop_strings, on_text, space)
+        decoders = [StreamDecoder(self.tokenizer, stop_strings, on_text, space, logprobs)
                     for space in spaces]
         generators = [torch.Generator().manual_seed((sampling.seed * 1_000_003 + i) % 2**63)
                       for i in indices]
@@ -225,7 +265,11 @@ class TextGenerator:
         start_time = time.perf_counter()
 
         def on_token(row, token):
-            if token in end_tokens or self.cancelled:
+            if self.cancelled:
+                return True
+            if logprobs:
+                logprobs.add(token, decoders[row].next_start)
+            if token in end_tokens:
                 return True
             self.tokens += 1
             return decoders[row].add(token)
@@ -236,7 +280,8 @@ class TextGenerator:
                     self.model, prompts, sampling.max_new_tokens,
                     temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
                     repetition_penalty=sampling.repetition_penalty, generators=generators,
-                    on_token=on_token, compiled=self.compiled)
+                    on_token=on_token, compiled=self.compiled,
+                    on_logits=logprobs and logprobs.on_logits)
         finally:  # also after Ctrl-C
             self.seconds += time.perf_counter() - start_time
             texts = [decoder.finish() for decoder in decoders]

@@ -66,8 +66,7 @@ def sample_prompts(dataset, val_loader):
     tokenizer = dataset.tokenizer()
     if not dataset.has_mask():
         from plaingpt.inference.text_generator import prompt_ids
-        prompt = prompt_ids('\n', tokenizer, dataset.document_start) \
-            or [tokenizer.end_of_text or 0]
+        prompt = prompt_ids('\n', tokenizer, dataset.document_start)
         return [prompt], {'temperature': 0.8, 'top_k': 200}, None
     prompts = val_loader.question_prompts(SAMPLE_QUESTIONS)
     if not prompts:

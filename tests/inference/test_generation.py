@@ -3,8 +3,8 @@ import torch
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from model import GPT, GPTConfig
+from plaingpt.inference import generation
 from plaingpt.inference.generation import (
-    MIN_PACKED_WIDTH,
     CompiledStep,
     check_cache,
     generate,
@@ -103,8 +103,9 @@ def test_a_text_of_a_model_of_documents_is_one_document():
 
 
 @pytest.mark.parametrize('kind', ['gpt2', 'modern'])
-def test_packed_weights_write_the_same(kind):
-    model = make(kind, n_embd=MIN_PACKED_WIDTH, n_layer=1)
+def test_packed_weights_write_the_same(kind, monkeypatch):
+    monkeypatch.setattr(generation, 'MIN_PACKED_WIDTH', 32)
+    model = make(kind)
     sampling = dict(top_k=20, max_new_tokens=20)
     plain = generate(model, prompts_of(3, 9), generators=generators(1, 2), **sampling)
     with prepare_for_generation(model, CPU, 'float32'):
@@ -120,7 +121,7 @@ def test_a_compiled_step_writes_the_same_without_compiling_again(kind):
         kernels.append(_cur_sdpa_kernel_backends(with_priority=True))  # as each graph is made
         return graph
 
-    model, kernels = make(kind), []
+    model, kernels = make(kind, n_layer=1), []
     compiled = compiled_with(model, backend)
 
     def check(prompts):

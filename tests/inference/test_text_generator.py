@@ -1,5 +1,10 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
 from plaingpt.data.tokenizers import ByteTokenizer, ListTokenizer
-from plaingpt.inference.text_generator import StreamDecoder
+from plaingpt.inference.text_generator import Logprobs, StreamDecoder
 
 
 def decode(tokenizer, ids, stop=()):
@@ -26,3 +31,38 @@ def test_a_text_is_shown_up_to_a_stop_string():
         pieces, n, whole = decode(tokenizer, tokenizer.encode('one END two').tolist(), stop)
         assert ''.join(pieces) == whole == expected, stop
         assert n == taken, stop
+
+
+@pytest.mark.parametrize(('data', 'stop'), [
+    ('naïve 日本 🎉!'.encode(), []), (b'a\xff\xe6b', []), ('é日'.encode()[:-1], []),
+    (b'one END two', ['END']), (b'one END two', ['zzz', 'two!']), ('a日b'.encode(), ['日b']),
+    (b'one', ['one'])])
+def test_tokens_with_logprobs_are_the_text_of_their_piece(data, stop):
+    logprobs, pieces = Logprobs(1), []
+
+    def on_text(piece):
+        tokens, logprobs.completed = logprobs.completed, []
+        pieces.append((piece, ''.join(text for text, *_ in tokens)))
+
+    decoder = StreamDecoder(ByteTokenizer(), stop, on_text, logprobs=logprobs)
+    for token in data:
+        logprobs.on_logits(torch.zeros(1, 257))
+        logprobs.add(token, decoder.next_start)
+        if decoder.add(token):
+            break
+    text = decoder.finish()
+    assert ''.join(piece for piece, _ in pieces) == text
+    assert all(piece == tokens for piece, tokens in pieces)
+    assert not any(text for text, *_ in logprobs.completed)
+
+
+def test_a_token_of_several_characters_ends_with_the_text_before_a_stop_string():
+    tokens = [b'a', b'xEN', b'D']
+    tokenizer = SimpleNamespace(decode_bytes=lambda ids: b''.join(tokens[i] for i in ids))
+    logprobs = Logprobs(0)
+    decoder = StreamDecoder(tokenizer, ['END'], logprobs=logprobs)
+    for token in range(3):
+        logprobs.add(token, decoder.next_start)
+        decoder.add(token)
+    assert decoder.finish() == 'ax'
+    assert [text for text, *_ in logprobs.completed] == ['a', 'x']

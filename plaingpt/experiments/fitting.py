@@ -107,11 +107,11 @@ def with_largest_batch(planner, config, device, available):
 def step_fits(planner, config, device):
     """Whether steps run on this CUDA device. They run in eager mode, which takes at least as much
     memory as a compiled step."""
-    from plaingpt.experiments.memory import single_process, token_batches
+    from plaingpt.experiments.memory import fake_job, token_batches
     micro_steps = min(2, config.accumulation() // config.world_size())
     with torch.random.fork_rng([device]):
         try:
-            with single_process():
+            with fake_job():
                 _, step = planner.build(planner.gpt_config, config, device, planner.dtype)
                 step.micro_steps = micro_steps
                 for _ in range(2):  # the first creates the optimizer states

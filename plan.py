@@ -91,7 +91,8 @@ def options_that_fit(planner, config, available):
     candidates = [{}, {'activation_checkpointing': 'selective'},
                   {'activation_checkpointing': 'full'}]
     if planner.device_type == 'cuda':
-        for n in range(11):
+        doublings = range(11) if config.processes > 1 else range(1, 11)  # FSDP needs two
+        for n in doublings:
             candidates.append({'processes': config.processes * 2**n, 'parallel': 'fsdp',
                                'activation_checkpointing': 'full'})
     for options in candidates:

@@ -52,14 +52,15 @@ def fake_world(processes):
 
 
 @contextmanager
-def fake_job(processes=1):
-    """A context in which build() and Step act as in a job of so many processes, which never wait
-    for each other. It may be inside of a real job."""
+def fake_job(shards=0):
+    """A context, also inside of a real job, in which build() and Step never wait for other
+    processes. They act as in a single process, or as one of the processes of FSDP, for so many
+    shards."""
     world, mesh = distributed_c10d._World(), None
-    if processes > 1:
-        world, mesh = fake_world(processes)
-    env = {'RANK': '0', 'LOCAL_RANK': '0', 'WORLD_SIZE': str(processes),
-           'LOCAL_WORLD_SIZE': str(processes)}
+    if shards:
+        world, mesh = fake_world(shards)
+    size = str(shards or 1)
+    env = {'RANK': '0', 'LOCAL_RANK': '0', 'WORLD_SIZE': size, 'LOCAL_WORLD_SIZE': size}
     with mock.patch.dict(os.environ, env), mock.patch.object(distributed_c10d, '_world', world), \
             mock.patch.object(sharding, 'init_device_mesh', lambda *_: mesh), \
             mock.patch.object(sharding, 'scatter', lambda *_: None):
@@ -78,7 +79,7 @@ def trace(build, gpt_config, config, dtype, micro_steps):
     micro_steps: 2 for any gradient accumulation, where each but the first has gradients"""
     device = torch.device('cpu')
     use_fsdp = config.parallel == 'fsdp'
-    job = fake_job(config.world_size() if use_fsdp else 1)
+    job = fake_job(config.world_size() if use_fsdp else 0)
     fake = torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     with torch.random.fork_rng([]), job, fake, new_tracker() as tracker, \
             mock.patch.object(nn.Module, '_apply', convert_in_place):

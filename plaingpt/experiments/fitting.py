@@ -35,7 +35,7 @@ def fit_to_memory(build, config, gpt_config, dtype, device):
     planner = Planner(build, gpt_config, dtype, device.type)
     try:
         return fit_by_plan(planner, config, device, available)
-    except Exception as error:  # of a Step or a torch that a plan does not understand
+    except Exception as error:  # a plan guards a run: one that cannot be made does not stop it
         if has_choice or isinstance(error, UserError) or is_out_of_memory(error):
             raise
         print0(f'warning: the memory of a step was not planned: {one_line(error)}')

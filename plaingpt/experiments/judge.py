@@ -33,7 +33,9 @@ ACCEPTED = """
 import json, sys
 from configurator import options_of
 from train import TrainConfig
-print(json.dumps([arg for arg in sys.argv[1:] if options_of(TrainConfig, [arg])]))
+options = {arg: options_of(TrainConfig, [arg]) for arg in sys.argv[1:]}
+print(json.dumps([arg for arg, values in options.items()
+                  if values and not TrainConfig(**values).out_of_range()]))
 """
 
 
@@ -100,9 +102,11 @@ def make_sides(trees, argv, minutes, seeds):
     setting, goes to the change alone; those of JUDGED go to both sides or to none. argv: of
     train.py; minutes: of each run, or 0. Raises UserError."""
     length = {'minutes': minutes} if minutes else {}
-    both = make_variant('both', length, [*argv, *JUDGED], seeds)
-    accepted = {side: json.loads(run_python(['-c', ACCEPTED, *both.argv], tree))
-                for side, tree in trees.items()}
+    both = make_variant('change', length, [*argv, *JUDGED], seeds)
+    accepted = {}
+    for side, tree in trees.items():
+        lines = run_python(['-c', ACCEPTED, *both.argv], tree).splitlines()
+        accepted[side] = json.loads(lines[-1])  # the code may print more
     sides = []
     for side, tree in trees.items():
         args = []

@@ -215,6 +215,14 @@ def test_results_are_ignored_by_git():
 
 
 @pytest.mark.slow
+def test_new_settings_and_new_values_are_not_accepted():
+    known = ['--rotary', '--lr_schedule=wsd:0.1', '--log_to=']
+    new = ['config/tiny.py', '--louder=4', '--optimizer=lion', '--lr_schedule=steps']
+    printed = judge.run_python(['-c', judge.ACCEPTED, *known, *new], ROOT)
+    assert json.loads(printed) == known
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('length', ['--max_iters=20', '--minutes=0.1'])
 def test_a_new_flag_of_the_working_tree_is_judged_against_a_commit(
         length, clone, char_data, tmp_path):

@@ -226,7 +226,7 @@ def of_tiny(batch_size):
 def test_an_automatic_batch_trains_as_one_that_was_asked_for(tiny, tmp_path, free):
     free((of_tiny(8) + of_tiny(16)) // 2)
     for batch_size in ('auto', 8):
-        train.main([*tiny, f'--batch_size={batch_size}', '--total_batch_size=512',
+        train.main([*tiny, f'--batch_size={batch_size}', '--total_batch_size=256', '--check=False',
                     '--dropout=0.1', f'--out_dir={batch_size}'])
     assert checkpoints.find('auto').settings()['batch_size'] == 8
     assert same(weights('auto'), weights('8'))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from configurator import load_config, options_of
+from configurator import load_config
 from model import GPT
 from plaingpt.core.blocks import CHECKPOINT_MODES
 from plaingpt.core.checkpoint import KEEP_NEWEST
@@ -27,14 +27,13 @@ from plaingpt.core.progress import make_clock
 from plaingpt.core.settings import TrainConfig
 from plaingpt.core.start import StartingPoint, resolve_minutes
 from plaingpt.experiments.memory import Planner
+from plaingpt.experiments.runs import option_names
 from plaingpt.experiments.speed import estimate_step, planned_gpt_config
 from plaingpt.system import devices
 from plaingpt.system.distributed import World
 from plaingpt.system.errors import run_script
 from plaingpt.system.formatting import GIB, count_of, duration, gib, short
 from train import build, open_batches
-
-MAX_LAYERS = 1000  # simulating one takes about 0.05 s
 
 
 @dataclass
@@ -58,9 +57,6 @@ class PlanConfig(TrainConfig):
             measured = ', '.join(devices.MEASURED)
             problems.append(f'gpu={self.gpu}: only {measured} has been measured; to plan memory '
                             'for another GPU, set --gpu_memory_gb')
-        if self.n_layer > MAX_LAYERS:
-            problems.append(f'n_layer={self.n_layer}: a plan simulates each layer, and at most '
-                            f'{MAX_LAYERS}')
         return problems
 
     def world_size(self):
@@ -95,7 +91,8 @@ def options_that_fit(planner, config, available):
     candidates = [{}, {'activation_checkpointing': 'selective'},
                   {'activation_checkpointing': 'full'}]
     if planner.device_type == 'cuda':
-        for n in range(11):
+        doublings = range(11) if config.processes > 1 else range(1, 11)  # FSDP needs two
+        for n in doublings:
             candidates.append({'processes': config.processes * 2**n, 'parallel': 'fsdp',
                                'activation_checkpointing': 'full'})
     for options in candidates:
@@ -209,7 +206,7 @@ def print_tokens(config, start, size, parameters, last_iter):
 def main(argv):
     start = StartingPoint(verifies=False)
     config = load_config(PlanConfig, argv, __doc__, read_saved=start.read)
-    config = resolve_minutes(config, start, options_of(PlanConfig, argv).keys())
+    config = resolve_minutes(config, start, option_names(argv))
     gpt_config, tokens, source = planned_gpt_config(config, start)
     if not tokens:
         source += f': assuming a vocabulary of {gpt_config.vocab_size:,}'

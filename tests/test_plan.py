@@ -4,21 +4,25 @@ from dataclasses import replace
 
 import pytest
 import torch
-from processes import ROOT, fails
+from processes import ROOT
 
 import plan
 from configurator import load_config
 from model import GPTConfig
 from plaingpt.core.start import StartingPoint
+from plaingpt.experiments.memory import Planner
 from plaingpt.experiments.speed import estimate_step, planned_gpt_config
 from plaingpt.inference.hf_architectures import ARCHITECTURES, SIZES
 from plaingpt.system.formatting import duration
 from plan import PlanConfig
 from train import build
 
-# Few traces of a step serve all these plans: two layers.
-GPT2 = [str(ROOT / 'config/gpt2_124m.py'), '--n_layer=2', '--batch_size=16',
+# of which a trace takes little time
+GPT2 = [str(ROOT / 'config/gpt2_124m.py'), '--n_layer=1', '--batch_size=16', '--vocab_size=1000',
         '--dataset=no_such_dataset', '--activation_checkpointing=full']
+
+
+PLANNERS = {}  # whose traces the tests share
 
 
 @pytest.fixture
@@ -28,6 +32,8 @@ def planned(capsys, monkeypatch):
         plan.main([*argv])
         return capsys.readouterr().out
     monkeypatch.setattr(plan, 'CHECKPOINT_MODES', ['full'])  # fewer traces
+    monkeypatch.setattr(plan, 'Planner', lambda *settings: PLANNERS.setdefault(
+        repr(settings[1:]), Planner(*settings)))
     return planned
 
 
@@ -44,25 +50,22 @@ def test_the_table_of_owners_adds_up(planned):
     sizes = re.findall(r'^ +([\d.]+) ([GM])iB', out, re.M)
     *owners, total = (float(size) / (1 if unit == 'G' else 1024) for size, unit in sizes)
     assert sum(owners) == pytest.approx(total, abs=0.03)
+    assert fits(out)
     assert '32 × 16 sequences' in out
     assert '524,288' in out
 
 
-def test_a_plan_fits_up_to_its_total(planned):
-    total = total_gib(planned(*GPT2, '--gpu_memory_gb=80'))
-    assert fits(planned(*GPT2, f'--gpu_memory_gb={total + 0.1}'))
-    assert not fits(planned(*GPT2, f'--gpu_memory_gb={total - 0.1}'))
-
-
 @pytest.mark.parametrize(('argv', 'share', 'option'), [
     (['--processes=8', '--parallel=ddp'], 0.8, '--batch_size='),
-    (['--activation_checkpointing=none', '--batch_size=1', '--vocab_size=100'], 0.98,
+    (['--activation_checkpointing=none', '--batch_size=1', '--n_layer=2', '--vocab_size=100'], 0.98,
      '--activation_checkpointing='),
-    (['--batch_size=1', '--vocab_size=100'], 0.95, '--processes=')])
+    pytest.param(['--batch_size=1', '--n_layer=2', '--vocab_size=100', '--total_batch_size=65536'],
+                 0.9, '--processes=', marks=pytest.mark.slow)])
 def test_the_suggested_batch_is_the_largest_that_fits(argv, share, option, planned):
     argv = [*GPT2, *argv]
     memory = f'--gpu_memory_gb={share * total_gib(planned(*argv, "--gpu_memory_gb=80"))}'
     before = planned(*argv, memory)
+    assert not fits(before)
     options = re.search('^fits with: (--.*)', before, re.M)[1].split()
     assert options[0].startswith(option)
     after = planned(*argv, memory, *options)
@@ -73,10 +76,6 @@ def test_the_suggested_batch_is_the_largest_that_fits(argv, share, option, plann
                          for name in ('batch_size', 'gradient_accumulation_steps'))
     assert not fits(planned(*argv, memory, *options, f'--batch_size={2 * batch_size}',
                             f'--gradient_accumulation_steps={steps // 2}'))
-
-
-def test_a_model_that_is_far_too_deep_is_refused_without_making_it(capsys, monkeypatch):
-    assert 'n_layer=100000' in fails(capsys, monkeypatch, plan.main, *GPT2, '--n_layer=100000')
 
 
 @pytest.fixture(scope='module')
@@ -146,6 +145,6 @@ def test_a_run_is_planned_in_its_own_shape(start, trained):
 @pytest.mark.parametrize('processes', [1, 8])
 def test_the_hours_on_a_measured_gpu_are_those_that_its_steps_took(processes, planned):
     out = planned(str(ROOT / 'config/gpt2_124m.py'), '--dataset=no_such_dataset', '--gpu=H100',
-                  f'--processes={processes}', '--max_iters=75')
+                  '--batch_size=1', f'--processes={processes}', '--max_iters=75')
     assert f'{duration(75 / processes)} on {processes} H100' in out  # 8 × 125 ms per step
     assert '79.20 GiB' in out

@@ -47,7 +47,7 @@ import prepare
 import train
 from configurator import load_config
 from plaingpt.core.checkpoint import checkpoint_paths, find, intact
-from plaingpt.experiments.runs import save_csv
+from plaingpt.experiments.comparison import save_csv
 from plaingpt.monitoring.run_record import read_rows
 from plaingpt.system import distributed
 from plaingpt.system.devices import machine_name

@@ -3,18 +3,8 @@
     python bench.py config/gpt2_124m.py --variants=ladder --max_iters=50
 """
 
-CHANGES = {
+variants = {
     'float32, eager': {'dtype': 'float32', 'compile': False},
-    '+ bfloat16': {'dtype': 'bfloat16'},
-    '+ torch.compile': {'compile': True},
+    '+ bfloat16': {'dtype': 'bfloat16', 'compile': False},
+    '+ torch.compile': {'dtype': 'bfloat16', 'compile': True},
 }
-
-
-def variants(config):
-    """Return {name: settings}, where each variant includes the changes before it."""
-    ladder = {}
-    settings = {}
-    for name, change in CHANGES.items():
-        settings = {**settings, **change}
-        ladder[name] = settings
-    return ladder

@@ -144,8 +144,8 @@ class TrainConfig(GPTConfig):
             problems.append(f'checkpoint={self.checkpoint} has no effect with init_from=scratch; '
                             'to go back to that checkpoint, use --init_from=resume')
         if self.minutes and not self.supports_minutes():
-            problems.append(f'minutes={setting(self.minutes)} only works in train.py and '
-                            'bench.py --judge; use --max_iters here')
+            problems.append(f'minutes={setting(self.minutes)} only works where runs '
+                            'train: train.py, and bench.py --sweep, --variants or --judge')
         if self.patience and self.check == 'overfit':
             problems.append(f'patience={self.patience} cannot be combined with check=overfit, '
                             'which lets the validation loss rise')

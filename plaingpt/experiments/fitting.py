@@ -35,7 +35,7 @@ def fit_to_memory(build, config, gpt_config, dtype, device):
     planner = Planner(build, gpt_config, dtype, device.type)
     try:
         return fit_by_plan(planner, config, device, available)
-    except Exception as error:  # of a Step or a torch that a plan does not understand
+    except Exception as error:  # a plan guards a run: one that cannot be made does not stop it
         if has_choice or isinstance(error, UserError) or is_out_of_memory(error):
             raise
         print0(f'warning: the memory of a step was not planned: {one_line(error)}')
@@ -107,11 +107,11 @@ def with_largest_batch(planner, config, device, available):
 def step_fits(planner, config, device):
     """Whether steps run on this CUDA device. They run in eager mode, which takes at least as much
     memory as a compiled step."""
-    from plaingpt.experiments.memory import single_process, token_batches
+    from plaingpt.experiments.memory import fake_job, token_batches
     micro_steps = min(2, config.accumulation() // config.world_size())
     with torch.random.fork_rng([device]):
         try:
-            with single_process():
+            with fake_job():
                 _, step = planner.build(planner.gpt_config, config, device, planner.dtype)
                 step.micro_steps = micro_steps
                 for _ in range(2):  # the first creates the optimizer states

@@ -8,21 +8,23 @@ of an optimizer is planned like the original. Nothing is compiled; a compiled st
 import math
 import os
 import re
+import sys
 from bisect import bisect
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
 
-from model import GPT, GPTConfig
-from plaingpt.core import attention, loss, optimizers
-from plaingpt.core.blocks import parameters_on_meta
+from model import GPTConfig
+from plaingpt.core import attention, loss, optimizers, sharding
 from plaingpt.core.loss import chunk_size
-from plaingpt.system.devices import DTYPES
 from plaingpt.system.formatting import GIB
 
 CUDA_OVERHEAD = GIB  # an allowance for CUDA's context and fragmentation, not a measurement
@@ -34,12 +36,34 @@ CATEGORIES = {'Parameter': 'weights', 'Buffer': 'weights', 'Gradient': 'gradient
 # tracing a step
 
 
+@cache
+def fake_world(processes):
+    """→ (torch's state of a job in which nothing is sent, the mesh of its processes)"""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    world = distributed_c10d._World()
+    count = world.group_count  # names the groups of a real job, which must not change
+    with mock.patch.object(distributed_c10d, '_world', world), \
+            mock.patch.object(sys, 'excepthook', sys.excepthook):
+        world.group_count = 10**6 + processes
+        dist.init_process_group('fake', rank=0, world_size=processes, store=FakeStore())
+        mesh = init_device_mesh('cpu', (processes,))
+        world.group_count = count
+    return world, mesh
+
+
 @contextmanager
-def single_process():
-    """A context in which build() and Step act as in a run of one process: neither a trace nor a
-    trial may wait for other processes."""
-    with mock.patch.dict(os.environ), mock.patch.object(dist, 'is_initialized', lambda: False):
-        os.environ.pop('RANK', None)
+def fake_job(shards=0):
+    """A context, also inside of a real job, in which build() and Step never wait for other
+    processes. They act as in a single process, or as one of the processes of FSDP, for so many
+    shards."""
+    world, mesh = distributed_c10d._World(), None
+    if shards:
+        world, mesh = fake_world(shards)
+    size = str(shards or 1)
+    env = {'RANK': '0', 'LOCAL_RANK': '0', 'WORLD_SIZE': size, 'LOCAL_WORLD_SIZE': size}
+    with mock.patch.dict(os.environ, env), mock.patch.object(distributed_c10d, '_world', world), \
+            mock.patch.object(sharding, 'init_device_mesh', lambda *_: mesh), \
+            mock.patch.object(sharding, 'scatter', lambda *_: None):
         yield
 
 
@@ -49,42 +73,39 @@ def token_batches(batch_size, block_size, device):
         yield torch.zeros((2, batch_size, block_size), dtype=torch.int64, device=device).unbind()
 
 
-def trace(build, gpt_config, config, dtype, micro_steps, gathered=False):
+def trace(build, gpt_config, config, dtype, micro_steps):
     """Trace a step on fake tensors: {phase: {category: bytes at the peak of the phase}}.
 
-    micro_steps: 2 for any gradient accumulation, where each but the first has gradients
-    gathered: matrices in blocks are in autocast's dtype, as FSDP2 gathers them, and their gradients
-        are freed when they are complete; there is no update"""
+    micro_steps: 2 for any gradient accumulation, where each but the first has gradients"""
     device = torch.device('cpu')
+    use_fsdp = config.parallel == 'fsdp'
+    job = fake_job(config.world_size() if use_fsdp else 0)
     fake = torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.random.fork_rng([]), single_process(), fake, new_tracker() as tracker, \
+    with torch.random.fork_rng([]), job, fake, new_tracker() as tracker, \
             mock.patch.object(nn.Module, '_apply', convert_in_place):
         model, step = build(gpt_config, config, device, dtype)
-        if gathered:
-            for p in model.transformer.h.parameters():
-                p.data = p.data.to(DTYPES[dtype] if p.dim() > 1 else p.dtype)
         tracker._track_module_params_and_buffers(model)
-        if gathered:
-            for p in model.transformer.h.parameters():
-                p.register_post_accumulate_grad_hook(free_gradient)
-        else:
-            step.micro_steps = 1
-            step.forward_backward(token_batches(1, 1, device))
-            step.update(config.learning_rate)  # creates the optimizer states
+        step.micro_steps = 1
+        step.forward_backward(token_batches(1, 1, device))
+        step.update(config.learning_rate)  # creates the optimizer states
         phases = Phases(tracker, model)
         step.micro_steps = micro_steps
         step.forward_backward(token_batches(config.batch_size, gpt_config.block_size, device))
-        if not gathered:
-            phases.begin('optimizer')
-            step.update(config.learning_rate)
-            phases.begin('between steps')
-            phases.add(tracker.get_tracker_snapshot())
-        phases.begin(None)
+        phases.begin('optimizer')
+        step.update(config.learning_rate)
+        phases.record('between steps')
+        if use_fsdp and (config.report or config.eval_tasks):
+            with sharding.gathered(model, step.autocast):
+                phases.record('health check or sample')
+    if use_fsdp:
+        # On a GPU, collectives overlap with compute: the next block is already gathered, and the
+        # gradient of the previous one is still being reduced. A CPU waits for both.
+        block_bytes = max(4 * sum(p.numel() for p in block.parameters())
+                          for block in model.transformer.h)
+        for phase, sizes in phases.peaks.items():
+            if phase == 'forward' or phase.startswith('backward of block'):
+                sizes['activations'] += 2 * block_bytes
     return phases.peaks
-
-
-def free_gradient(p):
-    p.grad = None
 
 
 def new_tracker():
@@ -107,8 +128,17 @@ def new_tracker():
 
 def convert_in_place(module, fn, recurse=True):
     """nn.Module._apply, such as of model.to(device), for fake tensors, which torch cannot swap."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.data = fn(tensor.data)
+    for child in module.children():
+        child._apply(fn)
+    for name, p in module.named_parameters(recurse=False):
+        if p.is_meta:
+            if not hasattr(p, 'allocated'):  # else it is tied, and another module has it already
+                p.allocated = nn.Parameter(fn(p.detach()), p.requires_grad)
+            module.register_parameter(name, p.allocated)
+        else:
+            p.data = fn(p.data)
+    for buffer in module.buffers(recurse=False):
+        buffer.data = fn(buffer.data)
     return module
 
 
@@ -125,6 +155,12 @@ class Phases:
         self.add(self.tracker.get_tracker_snapshot('peak'))
         self.tracker._peak_mem, self.tracker._peak_mem_snap = {}, {}
         self.current = phase
+
+    def record(self, phase):
+        """Record what is in memory now, not a peak."""
+        self.begin(phase)
+        self.add(self.tracker.get_tracker_snapshot())
+        self.begin(None)
 
     def add(self, snapshot):
         """Keep a MemTracker snapshot if it is the largest of the current phase."""
@@ -237,28 +273,27 @@ class Planner:
         micro_steps = 2 if config.accumulation() > world_size or is_ddp else 1
         chunk = self.chunk_size(config)
         config = replace(config, batch_size=batch_size)
-        if config.parallel == 'fsdp':
-            one_sequence = replace(config, batch_size=1, activation_checkpointing='none')
-            return shard_phases(self.trace(one_sequence, chunk, micro_steps),
-                                self.trace(config, chunk, micro_steps=1, gathered=True),
-                                self.gpt_config, config, self.dtype)
         phases = dict(self.trace(config, chunk, micro_steps))
         if is_ddp:
             gradients = phases['optimizer']['gradients']
             phases['between steps'] = phases['between steps'] | {'gradients': gradients}
         return phases
 
-    def trace(self, config, chunk, micro_steps, gathered=False):
+    def trace(self, config, chunk, micro_steps):
         """trace(), cached. chunk: tokens per chunk of the loss"""
         # Settings that do not affect memory get a fixed value, so that plans share traces.
-        config = replace(config, gradient_accumulation_steps=1, total_batch_size=0, parallel='ddp',
-                         seed=0)
-        key = repr((config, micro_steps, gathered, chunk))
+        processes = 1
+        if config.parallel == 'fsdp':
+            processes = config.world_size()
+        else:
+            config = replace(config, parallel='ddp')
+        config = replace(config, gradient_accumulation_steps=processes, total_batch_size=0, seed=0)
+        key = repr((config, processes, micro_steps, chunk))
         if key not in self.traces:
             kernels = nullcontext() if self.device_type == 'cpu' else gpu_kernels()
             with kernels, mock.patch.object(loss, 'chunk_size', lambda *_: chunk):
                 self.traces[key] = trace(self.build, self.gpt_config, config, self.dtype,
-                                         micro_steps, gathered)
+                                         micro_steps)
         return self.traces[key]
 
     def chunk_size(self, config):
@@ -285,40 +320,6 @@ class Planner:
         if config.batch_size == 'auto':
             config = replace(config, batch_size=1)
         return 'ddp' if self.predict(config).total <= available else 'fsdp'
-
-
-def shard_phases(unsharded, gathered, gpt_config, config, dtype):
-    """Compute the phases of a step under FSDP2 (Zhao et al. 2023, "PyTorch FSDP").
-
-    A process stores its shard of weights, gradients and optimizer states. Parameters outside the
-    blocks stay gathered in float32 until the backward pass ends. Two blocks are gathered in
-    autocast's dtype: the current one and the prefetched next one. The backward pass also has the
-    current block's gradient in that dtype, and the previous block's in float32, being reduced.
-
-    unsharded: the phases of a single process, without its activations
-    gathered: the phases with blocks in autocast's dtype, for the activations"""
-    with parameters_on_meta():
-        gpt = GPT(gpt_config)
-    block_sizes = [4 * sum(p.numel() for p in block.parameters()) for block in gpt.transformer.h]
-    block = max(block_sizes)  # bytes in float32
-    gathered_bytes = 4 if dtype == 'float32' else 2
-    gathered_block = block * gathered_bytes // 4
-    weights = unsharded['optimizer']['weights']
-    root = weights - sum(block_sizes)
-    world_size = config.world_size()
-    phases = {}
-    for phase, sizes in unsharded.items():
-        phases[phase] = {category: size // world_size for category, size in sizes.items()}
-        if phase in gathered:
-            phases[phase]['weights'] += root + 2 * gathered_block
-            phases[phase]['activations'] = gathered[phase]['activations']
-        if phase.startswith('backward') and phase != 'backward of the loss':
-            phases[phase]['gradients'] += root + gathered_block + block
-    if config.report or config.eval_tasks:
-        full_model = root + sum(block_sizes) * gathered_bytes // 4
-        phases['health check or sample'] = phases['between steps'] | {
-            'weights': weights // world_size + full_model, 'gradients': 0}
-    return phases
 
 
 def micro_batches(config):

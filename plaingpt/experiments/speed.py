@@ -9,7 +9,7 @@ import torch
 
 from plaingpt.core.dataset import has_token_files, open_dataset_spec
 from plaingpt.data.corpora import find_dataset_size
-from plaingpt.experiments.runs import format_number, markdown
+from plaingpt.experiments.comparison import format_number, markdown
 from plaingpt.inference.open_weights import gpt_config_from_weights
 from plaingpt.system.devices import device_name, mfu, peak_memory_bytes, synchronize
 from plaingpt.system.formatting import gib, short
@@ -17,7 +17,7 @@ from plaingpt.system.formatting import gib, short
 WARMUP_STEPS = 3  # not timed
 MAX_MICRO_BATCH_S = 3.0  # in a plan, longer micro-batches are estimated from one sequence
 MAX_CPU_FLOPS = 2e12  # per sequence, to be timed on a CPU: about 20 s on two cores
-FAST_S = 0.25  # calls faster than this are timed five times, slower ones once
+FAST_S = 0.25  # steps faster than this are timed five times, slower ones once
 
 
 def planned_gpt_config(config, start):
@@ -34,29 +34,16 @@ def planned_gpt_config(config, start):
 
 
 def time_step(step, batches, lr):
-    """Take a step → (seconds of its micro-batches, seconds of the update)."""
-    device = next(step.model.parameters()).device
-    micro_batches_s = time_call(device, step.forward_backward, batches)
-    update_s = time_call(device, step.update, lr)
-    return micro_batches_s, update_s
-
-
-def time_call(device, function, *args):
-    """→ the seconds that a call takes, including its work on the device"""
-    synchronize(device)
-    start_time = time.perf_counter()
-    function(*args)
-    synchronize(device)
-    return time.perf_counter() - start_time
-
-
-def median_seconds(measure):
-    """The median of several calls of `measure`, which returns seconds, after one warmup call."""
-    measure()
-    seconds = [measure()]
-    if seconds[0] < FAST_S:
-        seconds += [measure() for _ in range(4)]
-    return statistics.median(seconds)
+    """Take a step → (seconds of its micro-batches, seconds of the update), including their work on
+    the device"""
+    times = []
+    for call, argument in (step.forward_backward, batches), (step.update, lr):
+        synchronize(step.device)
+        start_time = time.perf_counter()
+        call(argument)
+        synchronize(step.device)
+        times.append(time.perf_counter() - start_time)
+    return times
 
 
 def random_batches(gpt_config, batch_size, device):
@@ -77,12 +64,11 @@ def estimate_step(build, gpt_config, config, device, dtype):
 
     def time_with(batch_size):
         batches = random_batches(gpt_config, batch_size, device)
-        micro_steps = config.step_sequences() / batch_size
-
-        def measure():
+        seconds = []
+        while len(seconds) < 2 or (len(seconds) < 6 and seconds[1] < FAST_S):
             micro_batch_s, update_s = time_step(step, batches, config.learning_rate)
-            return micro_steps * micro_batch_s + update_s
-        return median_seconds(measure)
+            seconds.append(config.step_sequences() / batch_size * micro_batch_s + update_s)
+        return statistics.median(seconds[1:])  # without the warmup
 
     seconds = time_with(1)
     if seconds > MAX_MICRO_BATCH_S * config.accumulation():

@@ -1,6 +1,7 @@
 """The code as it is here is judged against a commit."""
 
 import csv
+import json
 import re
 import subprocess
 import sys
@@ -11,9 +12,8 @@ from processes import ROOT, copy_project, needs_git, options
 
 import bench
 from configurator import load_config
-from plaingpt.experiments import runs
+from plaingpt.experiments import judge, runs
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import write_json
 
 RECIPE = options(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=8,
                  gradient_accumulation_steps=1, learning_rate=1e-2, warmup_iters=2, eval_iters=4,
@@ -27,21 +27,18 @@ BETTER, WORSE, SAME = [2.0, 2.01, 1.99], [4.0, 4.01, 3.99], [3.001, 3.018, 2.991
 def judged(monkeypatch, char_data):
     """judged(losses of the change, *words) → (exit code, the runs: side and TrainConfig, first the
     short ones). The base has losses of 3.0, 3.02, 2.99, or `base`. A loss may be an error instead.
-    `unknown`: settings that the base does not know. Nothing is trained."""
+    `unknown`: settings that the base does not accept. Nothing is trained."""
     def judged(change, *words, base=(3.0, 3.02, 2.99), unknown=()):
         losses, trained = {'base': list(base), 'change': list(change)}, []
+
+        def accepted(command, tree):
+            return json.dumps([word for word in command if word.startswith('--') and not (
+                tree.name == 'base' and word[2:].partition('=')[0] in unknown)])
 
         def train_once(words, folder, tree):
             config = load_config(bench.TrainConfig, words)
             is_base = tree.name == 'base'
-            for word in words:
-                if is_base and word.partition('=')[0].removeprefix('--') in unknown:
-                    raise UserError(f'unknown key {word}')
             trained.append((tree.name, config))
-            Path(folder).mkdir(parents=True)
-            settings = {key: value for key, value in vars(config).items()
-                        if not is_base or key not in unknown}
-            write_json(Path(folder, 'run.json'), {'config': settings, 'changed': {}})
             is_warm_up = config.max_iters == 2
             loss = 9.0 if is_warm_up else losses[tree.name].pop(0)
             if isinstance(loss, UserError):
@@ -49,6 +46,10 @@ def judged(monkeypatch, char_data):
             return {'final_loss': loss, 'step_ms': 10.0 if is_base else 15.0,
                     'dataset': str(char_data), 'iterations': 2000 if is_base else 1000}
         monkeypatch.setattr(runs, 'train_once', train_once)
+        monkeypatch.setattr(judge, 'run_python', accepted)
+        if not any(word.startswith('--against') for word in words):
+            trees = {'base': Path('base'), 'change': Path('change')}
+            monkeypatch.setattr(judge, 'copy_sides', lambda *_: (trees, 'abc123', 'model.py +1 -1'))
         try:
             bench.main([*options(judge=True, dataset=char_data, seed=5, device='cpu'), *words])
         except SystemExit as ended:
@@ -57,7 +58,6 @@ def judged(monkeypatch, char_data):
     return judged
 
 
-@needs_git
 @pytest.mark.parametrize('change, code, verdict', [
     (BETTER, 0, 'BETTER'), (WORSE, 4, 'WORSE'), (SAME, 3, 'NOT SHOWN')])
 def test_a_judgement_is_an_exit_code(change, code, verdict, judged, capsys):
@@ -70,14 +70,12 @@ def test_a_judgement_is_an_exit_code(change, code, verdict, judged, capsys):
     assert '--max_iters' in printed
 
 
-@needs_git
 def test_both_sides_are_trained_with_the_same_seeds(judged):
     _, trained = judged(SAME)
     assert [(side, config.seed) for side, config in trained[2:]] == [
         ('base', 5), ('change', 5), ('change', 6), ('base', 6), ('base', 7), ('change', 7)]
 
 
-@needs_git
 @pytest.mark.parametrize('minutes', [0, 0.5])
 def test_the_runs_come_after_a_short_run_of_each_side(minutes, judged):
     _, trained = judged(SAME, f'--minutes={minutes}')
@@ -86,7 +84,6 @@ def test_the_runs_come_after_a_short_run_of_each_side(minutes, judged):
     assert [config.minutes for _, config in trained[2:]] == 6 * [minutes]
 
 
-@needs_git
 def test_judged_runs_do_nothing_besides_training(judged):
     Path('rich.py').write_text("film = True\neval_tasks = 'hellaswag'\nlog_to = 'wandb'\n"
                                'checkpoint_interval = 1\n')
@@ -98,14 +95,19 @@ def test_judged_runs_do_nothing_besides_training(judged):
         assert config.clock == 'training'
 
 
-@needs_git
-def test_neither_side_gets_a_setting_that_an_old_base_does_not_know(judged, capsys):
+def test_neither_side_gets_a_setting_of_the_judge_that_an_old_base_does_not_know(judged, capsys):
     _, trained = judged(SAME, '--minutes=0.5', unknown=('clock', 'film'))
     assert [(config.clock, config.report) for _, config in trained[2:]] == 6 * [('wall', False)]
     assert 'clock' in capsys.readouterr().err
 
 
-@needs_git
+def test_an_option_that_the_base_does_not_accept_goes_to_the_change_alone(judged, capsys):
+    _, trained = judged(SAME, '--conv=4', '--rotary', unknown=('conv',))
+    assert {(side, config.conv, config.rotary) for side, config in trained} == {
+        ('base', 0, True), ('change', 4, True)}
+    assert '--conv=4' in capsys.readouterr().err
+
+
 def test_each_judgement_is_a_row_of_one_table(judged):
     judged(BETTER, '--minutes=0.5', '--wandb_run_name=a\tb')
     before = Path('out-experiments/results.tsv').read_text()
@@ -117,7 +119,7 @@ def test_each_judgement_is_a_row_of_one_table(judged):
     assert [line.count('\t') for line in text.splitlines()] == 4 * [13]
     better, worse, failed = csv.DictReader(text.splitlines(), delimiter='\t')
     assert [row['verdict'] for row in (better, worse, failed)] == ['BETTER', 'WORSE', 'FAILED']
-    assert git(ROOT, 'rev-parse', 'HEAD').startswith(better['base commit'])
+    assert (better['base commit'], better['change']) == ('abc123', 'model.py +1 -1')
     assert '--minutes=0.5' in better['settings']
     assert (better['base steps'], better['change steps']) == ('2000', '1000')
     assert float(better['change loss (nats per token)']) == 2.0
@@ -128,7 +130,6 @@ def test_each_judgement_is_a_row_of_one_table(judged):
     assert 'a tab and another line' in failed['problem']
 
 
-@needs_git
 def test_a_table_of_an_earlier_version_keeps_its_columns(judged):
     old = 'date (UTC)\tbase commit\tchange\tsettings\tseeds\tverdict\tminutes\tproblem\n' \
           '2026-11-01T00:00:00Z\tabc\tmodel.py +1 -0\t\t1 to 3\tWORSE\t1.0\t\n'
@@ -157,16 +158,21 @@ def test_only_a_change_that_fails_where_the_base_trains_adds_a_row(
     assert [row['verdict'] for row in written] == rows * ['FAILED']
 
 
-@needs_git
-def test_a_config_file_that_one_side_lacks_is_refused(tmp_path):
-    (tmp_path / 'base').mkdir()
-    with pytest.raises(UserError, match=r'config/tiny\.py.* base'):
-        runs.in_tree(tmp_path / 'base', 'config/tiny.py')
+def test_each_side_reads_its_own_config_files(tmp_path):
+    own = tmp_path / 'base/config/tiny.py'
+    own.parent.mkdir(parents=True)
+    own.touch()
+    assert judge.in_tree(tmp_path / 'base', 'config/tiny.py') == str(own)
+    assert judge.in_tree(tmp_path / 'base', '--max_iters=3') == '--max_iters=3'
+    with pytest.raises(UserError, match=r'config/tiny\.py.* change'):
+        judge.in_tree(tmp_path / 'change', 'config/tiny.py')
 
 
-def test_sides_with_different_datasets_are_not_compared():
+def test_sides_with_different_datasets_are_not_compared(monkeypatch):
+    monkeypatch.setattr(judge, 'train_all', lambda sides, *_, **__: [
+        {'dataset': side.name} for side in sides])
     with pytest.raises(UserError, match='a and b'):
-        runs.judged_options([{'dataset': 'a'}, {'dataset': 'b'}], 0)
+        judge.warm_up([runs.Variant('a', [], [1]), runs.Variant('b', [], [1])], 'folder')
 
 
 def git(folder, *words):
@@ -175,13 +181,32 @@ def git(folder, *words):
                           stdout=subprocess.PIPE).stdout
 
 
+@pytest.fixture
+def clone(tmp_path):
+    """A copy of the project, committed."""
+    clone = copy_project(tmp_path / 'clone')
+    for words in ('init -q', 'add .', '-c user.name=a -c user.email=b commit -qm all'):
+        git(clone, *words.split())
+    return clone
+
+
 @needs_git
-def test_each_side_reads_its_own_config_files(tmp_path):
-    trees, _ = runs.copy_sides('HEAD', tmp_path)
-    for tree in trees.values():
-        assert runs.in_tree(tree, 'config/tiny.py') == str(tree / 'config/tiny.py')
-        assert (tree / 'config/tiny.py').is_file()
-        assert runs.in_tree(tree, '--max_iters=3') == '--max_iters=3'
+def test_the_change_is_the_working_tree(clone, tmp_path, monkeypatch):
+    monkeypatch.setattr(judge, 'ROOT', clone)
+    monkeypatch.chdir(clone)
+    (clone / 'plan.py').unlink()
+    (clone / 'new.py').write_text('a\nb\n')
+    (clone / 'notes.txt').write_text('not code')
+    (clone / 'staged.csv').write_text('1\n')
+    git(clone, 'add', 'staged.csv')
+    status = git(clone, 'status', '--porcelain')
+    (tmp_path / 'copies').mkdir()
+    trees, commit, changed = judge.copy_sides('HEAD', tmp_path / 'copies')
+    assert git(clone, 'rev-parse', 'HEAD').startswith(commit)
+    base, change = ({path.name for path in tree.iterdir()} for tree in trees.values())
+    assert (base - change, change - base) == ({'plan.py'}, {'new.py', 'staged.csv'})
+    assert re.fullmatch(r'new.py \+2 -0, plan.py \+0 -\d+, staged.csv \+1 -0', changed)
+    assert git(clone, 'status', '--porcelain') == status
 
 
 @needs_git
@@ -190,15 +215,25 @@ def test_results_are_ignored_by_git():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('length', ['--max_iters=20', '--minutes=0.2'])
-def test_what_the_working_tree_changes_is_judged_against_a_commit(length, char_data, tmp_path):
-    clone = copy_project(tmp_path / 'clone')
-    for words in ('init -q', 'add .', '-c user.name=a -c user.email=b commit -qm all'):
-        git(clone, *words.split())
-    with open(clone / 'config/tiny.py', 'a', encoding='utf-8') as f:
-        f.write('beta1 = 0.8\n')
+def test_new_settings_and_new_values_are_not_accepted():
+    known = ['--rotary', '--lr_schedule=wsd:0.1', '--log_to=']
+    new = ['config/tiny.py', '--louder=4', '--optimizer=lion', '--lr_schedule=steps']
+    printed = judge.run_python(['-c', judge.ACCEPTED, *known, *new], ROOT)
+    assert json.loads(printed) == known
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('length', ['--max_iters=20', '--minutes=0.1'])
+def test_a_new_flag_of_the_working_tree_is_judged_against_a_commit(
+        length, clone, char_data, tmp_path):
+    model = (clone / 'model.py').read_text(encoding='utf-8')
+    for old, new in (('    dropout: float', '    louder: float = 1.0\n    dropout: float'),
+                     ('self.transformer.ln_f(x)', 'self.transformer.ln_f(x) * self.config.louder')):
+        assert old in model
+        model = model.replace(old, new)
+    (clone / 'model.py').write_text(model, encoding='utf-8')
     words = ['config/tiny.py', *RECIPE, length, f'--dataset={char_data}', '--judge', '--seeds=2',
-             f'--save={tmp_path}/saved']
+             '--louder=4', f'--save={tmp_path}/saved']
     done = subprocess.run([sys.executable, 'bench.py', *words], text=True, cwd=clone,
                           capture_output=True, check=False)
     assert done.returncode in (0, 3, 4), done.stderr
@@ -206,5 +241,5 @@ def test_what_the_working_tree_changes_is_judged_against_a_commit(length, char_d
     assert [row['variant'] for row in rows] == ['base', 'change', 'change', 'base']
     assert rows[0]['final_loss'] != rows[1]['final_loss']
     result, = csv.DictReader(open(tmp_path / 'saved/results.tsv'), delimiter='\t')
-    assert result['change'] == 'config/tiny.py +1 -0'
+    assert result['change'] == 'model.py +2 -1'
     assert result['verdict'] in done.stdout

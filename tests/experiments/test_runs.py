@@ -8,20 +8,20 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from processes import ROOT
 from runs import TINY, lines
 
 import bench
 from configurator import load_config
 from plaingpt.core.settings import TrainConfig
 from plaingpt.experiments import runs
+from plaingpt.experiments.comparison import compare, format_comparison
 from plaingpt.experiments.runs import (
-    compare,
-    format_comparison,
+    make_variant,
     read_variants,
     summarize,
     sweep_variants,
     train_once,
+    train_or_reuse,
 )
 from plaingpt.monitoring.references import p_value, t_quantile
 from plaingpt.system.errors import UserError
@@ -36,9 +36,8 @@ def read(words):
 
 def test_the_grid_is_24_different_runs():
     words = ['--batch_size=8', '--block_size=16', '--total_batch_size=1024', '--vocab_size=65']
-    config = load_config(bench.BenchConfig, [*words, '--seeds=1'])
-    grid = {name: read(cell[1337]) for name, cell in bench.variant_args(
-        read_variants('grid', config), config, words).items()}
+    grid = {name: read(make_variant(name, changes, words, seeds=1).argv)
+            for name, changes in read_variants('grid', read(words)).items()}
     assert len({repr(cell) for cell in grid.values()}) == 24
     assert grid['accumulation'].step_tokens() == grid['default'].step_tokens()
     assert grid['reduced batch'].step_tokens() == grid['default'].step_tokens() / 4
@@ -56,15 +55,14 @@ def test_the_ablation_undoes_one_change_at_a_time():
 
 
 def test_a_sweep_trains_all_combinations_of_its_values():
-    words = ['--sweep=learning_rate=1e-3,2e-3 conv=0,4', '--max_iters=7', '--seeds=2', '--save=x']
-    config = load_config(bench.BenchConfig, words)
-    variants = bench.variant_args(sweep_variants(config.sweep), config, words)
-    assert list(variants) == ['learning_rate=1e-3, conv=0', 'learning_rate=1e-3, conv=4',
-                              'learning_rate=2e-3, conv=0', 'learning_rate=2e-3, conv=4']
-    last = variants['learning_rate=2e-3, conv=4']
-    assert list(last) == [1337, 1338]
-    config = read(last[1338])
-    assert (config.conv, config.max_iters, config.seed) == (4, 7, 1338)
+    variants = [make_variant(name, changes, ['--max_iters=7'], seeds=2) for name, changes
+                in sweep_variants('learning_rate=1e-3,2e-3 conv=0,4').items()]
+    assert [variant.name for variant in variants] == [
+        'learning_rate=1e-3, conv=0', 'learning_rate=1e-3, conv=4',
+        'learning_rate=2e-3, conv=0', 'learning_rate=2e-3, conv=4']
+    assert variants[-1].seeds == [1337, 1338]
+    config = read(variants[-1].argv)
+    assert (config.conv, config.max_iters) == (4, 7)
     assert config.final_lr() == pytest.approx(2e-4)  # which follows the learning rate
 
 
@@ -83,7 +81,8 @@ def trainings(monkeypatch, char_data):
         def meanwhile():
             pass
 
-    def run_command(name, argv, tree):
+    def run_python(command):
+        argv = command[1:]
         trainings.append(argv)
         options = dict(word[2:].split('=', 1) for word in argv if word.startswith('--'))
         folder = Path(options['out_dir'])
@@ -100,7 +99,7 @@ def trainings(monkeypatch, char_data):
         trainings.meanwhile()
 
     trainings = Trainings()
-    monkeypatch.setattr(runs, 'run_command', run_command)
+    monkeypatch.setattr(runs, 'run_python', run_python)
     return trainings
 
 
@@ -132,12 +131,19 @@ def test_the_runs_of_a_sweep_record_no_film_and_no_report(trainings):
         assert (config.film, config.report) == (False, False)
 
 
+def test_the_runs_of_a_sweep_may_be_timed(trainings):
+    Path('recipe.py').write_text('minutes = 3\n')
+    bench.main(['recipe.py', *SWEEP, '--seeds=1'])
+    bench.main(['recipe.py', *SWEEP, '--seeds=1', '--minutes=1'])
+    assert [read(words).minutes for words in trainings] == [3, 3, 1, 1]
+
+
 def test_a_run_that_was_stopped_is_trained_again(trainings, tmp_path):
     trainings.ending = 'SIGTERM'
     with pytest.raises(UserError, match='SIGTERM'):
-        train_once([], tmp_path / 'run')
+        train_or_reuse([], tmp_path / 'run')
     trainings.ending = 'all iterations are done'
-    assert train_once([], tmp_path / 'run')['final_loss'] == 3.0
+    assert train_or_reuse([], tmp_path / 'run')['final_loss'] == 3.0
     assert len(trainings) == 2
 
 
@@ -146,17 +152,17 @@ def test_a_run_that_was_killed_is_trained_again(trainings, tmp_path):
         raise KeyboardInterrupt
     trainings.meanwhile = kill
     with pytest.raises(KeyboardInterrupt):
-        train_once([], tmp_path / 'run')
+        train_or_reuse([], tmp_path / 'run')
     del trainings.meanwhile
-    train_once([], tmp_path / 'run')
+    train_or_reuse([], tmp_path / 'run')
     assert len(trainings) == 2
 
 
 def test_a_run_that_never_began_does_not_get_the_numbers_of_other_settings(trainings, tmp_path):
-    train_once(['--n_layer=2'], tmp_path / 'run')
+    train_or_reuse(['--n_layer=2'], tmp_path / 'run')
     for _ in range(2):
         with pytest.raises(UserError, match='no convolution here'):
-            train_once(['--seed=7', '--conv=4'], tmp_path / 'run')
+            train_or_reuse(['--seed=7', '--conv=4'], tmp_path / 'run')
     assert len(trainings) == 3
 
 
@@ -164,9 +170,14 @@ def test_a_run_that_never_began_does_not_get_the_numbers_of_other_settings(train
 def repeat(trainings, tmp_path, monkeypatch):
     """repeat(*words) → whether the run was trained. The code is that of tmp_path/code, and the
     recipe imports a file of the working directory."""
-    for name in ('train.py', 'model.py', 'configurator.py', 'plaingpt/core/weights.py'):
+    for name, text in (('train.py', 'import model\n'), ('serve.py', 'import model\n'),
+                       ('model.py', 'def f():\n    from mine.layer import Layer\n'),
+                       ('mine/__init__.py', ''),
+                       ('mine/layer.py', 'from . import parts\nimport plaingpt.core.weights'),
+                       ('mine/parts.py', ''),
+                       ('plaingpt/core/weights.py', '')):
         Path('code', name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, Path('code', name))
+        Path('code', name).write_text(text)
     monkeypatch.setattr(runs, 'ROOT', tmp_path / 'code')
     monkeypatch.syspath_prepend(tmp_path)
     Path('recipe.py').write_text("from numbers_of_mine import max_iters\ndataset = 'bare'\n")
@@ -176,7 +187,7 @@ def repeat(trainings, tmp_path, monkeypatch):
     def repeat(*words):
         before = len(trainings)
         sys.modules.pop('numbers_of_mine', None)
-        train_once(['recipe.py', '--init_from=weights', '--device=cpu', *words], 'run', runs.ROOT)
+        train_or_reuse(['recipe.py', '--init_from=weights', '--device=cpu', *words], 'run')
         return len(trainings) > before
     repeat()
     return repeat
@@ -213,15 +224,24 @@ def change_ingredient(key):
     Path('run/asked.json').write_text(json.dumps({**made_of, key: 'another'}))
 
 
-@pytest.mark.parametrize('words', [[], ['--beta2=95e-2'], ['--wandb_run_name=now']], ids=str)
+@pytest.mark.parametrize('words', [
+    [], ['--beta2=95e-2'], ['--wandb_run_name=now'], ['--device=auto'], ['--dataset=data/bare'],
+    ['--init_from=./weights'], ['empty.py']], ids=str)
 def test_a_run_of_the_same_ingredients_is_not_repeated(words, repeat):
+    Path('empty.py').touch()
     assert not repeat(*words)
 
 
+def test_a_run_is_not_repeated_for_a_file_that_it_does_not_read(repeat):
+    append('recipe.py')  # the same settings
+    append('code/serve.py')
+    assert not repeat()
+
+
 @pytest.mark.parametrize('change', [
-    lambda: append('recipe.py'),
     lambda: Path('numbers_of_mine.py').write_text('max_iters = 8888\n'),
-    lambda: append('code/model.py'), lambda: append('code/mylayer.py'),
+    lambda: append('code/model.py'), lambda: append('code/mine/__init__.py'),
+    lambda: append('code/mine/layer.py'), lambda: append('code/mine/parts.py'),
     lambda: append('code/plaingpt/core/weights.py'),
     lambda: replace('weights/model.safetensors', 'wejghts'),
     lambda: replace('weights/config.json', '{"model_type": "gpt2", "n_positions": 2048}'),
@@ -240,7 +260,7 @@ def test_a_run_of_other_ingredients_is_trained_again(change, repeat):
 
 def test_a_run_from_weights_on_the_hub_is_trained_again_if_they_have_changed(trainings, hub):
     def repeat():
-        train_once(['--init_from=OWNER/NAME', '--dataset=bare', '--device=cpu'], 'run')
+        train_or_reuse(['--init_from=OWNER/NAME', '--dataset=bare', '--device=cpu'], 'run')
         return len(trainings)
     write_weights(hub.model('OWNER/NAME'))
     assert [repeat(), repeat()] == [1, 1]
@@ -250,7 +270,7 @@ def test_a_run_from_weights_on_the_hub_is_trained_again_if_they_have_changed(tra
 
 def test_a_run_from_a_checkpoint_is_trained_again_if_another_one_is_loaded(trainings, trained):
     def repeat(*words):
-        train_once(['--init_from=link', '--dataset=bare', '--device=cpu', *words], 'run')
+        train_or_reuse(['--init_from=link', '--dataset=bare', '--device=cpu', *words], 'run')
         return len(trainings)
     for run in 'long', 'short':
         shutil.copytree(trained, run)
@@ -260,10 +280,9 @@ def test_a_run_from_a_checkpoint_is_trained_again_if_another_one_is_loaded(train
     assert [repeat('--checkpoint=3'), repeat('--checkpoint=3')] == [2, 2]
     Path('link').unlink()
     Path('link').symlink_to('short')
-    assert repeat('--checkpoint=3') == 2  # the same weights
-    assert [repeat(), repeat()] == [3, 3]
+    assert [repeat('--checkpoint=3'), repeat()] == [2, 2]  # the same weights
     shutil.move('long/checkpoints/iter-00000006', 'short/checkpoints')
-    assert repeat() == 4
+    assert repeat() == 3
 
 
 def test_results_have_the_date_of_their_run(trainings, capsys):
@@ -279,7 +298,7 @@ def test_results_have_the_date_of_their_run(trainings, capsys):
 
 def test_a_recipe_that_changes_while_its_runs_train_is_told(trainings, capsys):
     Path('recipe.py').write_text('beta1 = 0.8\n')
-    trainings.meanwhile = lambda: append('recipe.py')
+    trainings.meanwhile = lambda: Path('recipe.py').write_text('beta1 = 0.7\n')
     bench.main(['recipe.py', *SWEEP, '--seeds=1'])
     assert 'config file changed' in capsys.readouterr().err
 

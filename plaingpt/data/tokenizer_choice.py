@@ -85,20 +85,14 @@ def check_round_trip(tokenizer, source):
             text, _ = join_surrogates(piece.text)
             decoded = tokenizer.decode(tokenizer.encode(text))
             if decoded != text:
-                start = max(0, first_difference(text, decoded) - 10)
+                pairs = enumerate(zip_longest(text, decoded))
+                start = max(0, next(i for i, (a, b) in pairs if a != b) - 10)
                 raise UserError('the tokenizer does not round-trip this text: '
                                 f'{text[start:start + 40]!r} becomes '
                                 f'{decoded[start:start + 40]!r}; choose another --tokenizer')
             checked += len(text)
             if checked >= CHECKED_CHARS:
                 return
-
-
-def first_difference(text, other):
-    """The index of the first character in which two different texts differ."""
-    for i, (a, b) in enumerate(zip_longest(text, other)):
-        if a != b:
-            return i
 
 
 def is_tokenizer_name(name):

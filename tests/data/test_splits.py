@@ -46,7 +46,8 @@ class Pieces(Source):
 def assigned(pieces, fraction, is_continuous=False, cut_at_line=True):
     """[(split, text, new_document)] of a source of these pieces."""
     options = SimpleNamespace(val_fraction=fraction, max_val_chars=10**9, cut_at_line=cut_at_line)
-    return [*splits.assign_splits(Pieces(pieces, is_continuous), options)]
+    return [(split, text, new_document) for text, new_document, split
+            in splits.assign_splits(Pieces(pieces, is_continuous), options)]
 
 
 def sides(texts, fraction):
@@ -107,8 +108,8 @@ def test_copies_are_on_the_same_side_whatever_the_limit():
     options = SimpleNamespace(val_fraction=0.1, max_val_chars=200, cut_at_line=True)
     pieces = [Piece(text, True) for text in [*TEXTS, *TEXTS]]
     sides = {'train': set(), 'val': set()}
-    for split, text, _ in splits.assign_splits(Pieces(pieces), options):
-        sides[split].add(text)
+    for piece in splits.assign_splits(Pieces(pieces), options):
+        sides[piece.split].add(piece.text)
     assert sides['val']
     assert not sides['val'] & sides['train']
 

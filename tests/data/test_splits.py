@@ -15,6 +15,13 @@ from plaingpt.data.rows import TextReader
 TEXTS = [f'document {i} of the web' for i in range(1000)]
 
 
+def test_a_folder_of_the_hubs_layout_has_other_splits(tmp_path, capsys):
+    for name in 'train', 'validation':
+        write_parquet(tmp_path / f'hub/{name}.parquet', TEXTS)
+    prepared(tmp_path / 'd', 'hf', tmp_path / 'hub')
+    assert 'validation' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(('options', 'word'), [
     (['--split=train[:50%]'], 'train[:50%]'), (['--split=nope'], 'nope'),
     (['--val_fraction=1.5'], 'val_fraction')])

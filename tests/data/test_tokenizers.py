@@ -15,7 +15,7 @@ from sample_data import CHAT, ask, openai_gpt2
 from plaingpt.data.chat_tokenizer import MARK, SPECIAL_TOKENS
 from plaingpt.data.gigatoken import NEW_CHARACTERS, Gigatoken, fast_encode
 from plaingpt.data.text_files import split_into_pieces
-from plaingpt.data.tokenizer_choice import make_tokenizer, train_bpe
+from plaingpt.data.tokenizer_choice import train_bpe
 from plaingpt.data.tokenizers import (
     GPT2_PATTERN,
     PATTERN,
@@ -241,4 +241,4 @@ def test_a_tokenizer_that_cannot_be_downloaded_says_what_to_do(monkeypatch, tmp_
     monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path))
     monkeypatch.setenv('https_proxy', 'http://127.0.0.1:9')  # where nothing listens
     with pytest.raises(UserError, match=r'TIKTOKEN_CACHE_DIR.*bpe:512'):
-        make_tokenizer('gpt2', '')
+        GPT2Tokenizer()

@@ -70,15 +70,6 @@ def test_ids_in_uint16_need_no_dtype(ids, tmp_path):
     open_foreign(tmp_path / 'ids.bin', 1500).verify(1500)
 
 
-@pytest.mark.parametrize('wrong', [1499, -1])
-def test_an_id_outside_the_vocabulary_is_named_with_its_place(wrong, tmp_path):
-    ids = MOVES % 1400
-    ids[1000] = wrong
-    ids.astype('<u2').tofile(tmp_path / 'ids.bin')
-    with pytest.raises(UserError, match=rf'1,000.* {wrong % 2**16}.*--vocab_size.*--dtype'):
-        open_foreign(tmp_path / 'ids.bin', 1400).verify(1400)
-
-
 # -----------------------------------------------------------------------------
 # arrays of numpy
 

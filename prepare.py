@@ -191,7 +191,7 @@ def print_next_command(name, corpus, folder, tokenizer):
     if not is_tokenizer_name(tokenizer) and not is_dataset(tokenizer):  # fine-tune its model
         if name != 'chat':
             kind = open_dataset(folder).tokenizer_json()['kind']
-            is_pretrained = kind in ('gpt2', 'foreign')  # trained longer than one of ours
+            is_pretrained = kind in ('gpt2', 'foreign')  # so a small learning rate
             recipe = CORPORA['shakespeare' if is_pretrained else 'text'].recipe
         recipe += f' --init_from={quoted(tokenizer)}'
     elif name == 'chat' and tokenizer not in ('auto', 'gpt2'):

@@ -17,6 +17,7 @@ FORMATS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv'
            '.parquet': 'parquet', '.arrow': 'arrow'}  # ending → format; all other files are text
 DELIMITERS = ',', ';', '\t', '|'  # Excel writes ';' in most of Europe
 QUOTED = re.compile('"[^"]*"')
+CSV_ADVICE = 'quote a text with quotes or line breaks, and double the quotes in it'
 NOT_UTF8 = re.compile('[\udc80-\udcff]')  # undecodable bytes, as surrogateescape maps them
 NOT_UTF8_PROBLEM = 'not UTF-8', f': {ENCODING_ADVICE}'  # reason and details of an Unusable
 TEXT_FIELDS = ('text', 'content')  # the default: the first of these in a row
@@ -144,7 +145,10 @@ def csv_rows(text, name, delimiters, by_number):
     first = text.readline()
     delimiter = max(delimiters, key=QUOTED.sub('', first).count)
     reader = csv.reader(chain([first], text), delimiter=delimiter, strict=True)
-    names = None if by_number else next(reader, [])
+    try:
+        names = None if by_number else next(reader, [])
+    except csv.Error as e:
+        raise Unusable(f'{name}, line 1', 'not CSV', f' ({e}): {CSV_ADVICE}') from None
     duplicates = [column for column, n in Counter(names or ()).items() if n > 1]
     if duplicates:
         raise Unusable(f'{name}, line 1', f'two columns named {duplicates[0]!r}', ': rename one')
@@ -161,7 +165,7 @@ def csv_rows(text, name, delimiters, by_number):
             if 'end of data' in str(e):
                 raise Unusable(f'{name}, line {start}', 'unclosed quote',
                                ': close it, or double it if it is part of the text') from None
-            problem = 'not CSV', f' ({e}): quote the whole field, and double the quotes in it'
+            problem = 'not CSV', f' ({e}): {CSV_ADVICE}'
         if problem:  # for each line of this row: a quote may have joined several rows
             for line in range(start, reader.line_num + 1):
                 where = f'{name}, line {line}'

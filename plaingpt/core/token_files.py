@@ -51,23 +51,20 @@ class TokenFile:
         return np.frombuffer(self.read_bytes(self.offset + start * width, count * width),
                              self.dtype)
 
-    def chunks(self):
-        """Yield (index of the first token, tokens) for the whole file in order."""
+    def chunks(self, vocab_size):
+        """Yield all tokens in order, some at a time. Raises UserError for an id beyond the
+        vocabulary."""
         for start in range(0, self.tokens, READ_TOKENS):
-            yield start, self.read(start, READ_TOKENS)
-
-    def checksum(self, vocab_size):
-        """SHA-256 of all tokens. Raises UserError for an id beyond the vocabulary."""
-        digest = hashlib.sha256()
-        for start, ids in self.chunks():
+            ids = self.read(start, READ_TOKENS)
             self.check_ids(ids, start, vocab_size)
-            digest.update(ids)
-        return digest.hexdigest()
+            yield ids
 
     def verify(self, vocab_size):
         """Read all tokens. Raises UserError for an id beyond the vocabulary or a wrong checksum."""
-        checksum = self.checksum(vocab_size)
-        if self.sha256 and checksum != self.sha256:
+        digest = hashlib.sha256()
+        for ids in self.chunks(vocab_size):
+            digest.update(ids)
+        if self.sha256 and digest.hexdigest() != self.sha256:
             raise UserError(f'{self.path}: the checksum does not match meta.json: the file is '
                             f'damaged or was replaced; {self.advice}')
 

@@ -69,8 +69,7 @@ def describe_files(files, tokenizer):
     with progress_bar('reading', entry['tokens'], 'tokens') as bar:
         for file in files:
             digest = hashlib.sha256()
-            for first, ids in file.chunks():
-                file.check_ids(ids, first, tokenizer.vocab_size)
+            for ids in file.chunks(tokenizer.vocab_size):
                 digest.update(ids)
                 if tokenizer.end_of_text is not None:
                     entry['documents'] += int(np.count_nonzero(ids == tokenizer.end_of_text))

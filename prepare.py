@@ -21,18 +21,18 @@ from pathlib import Path
 from typing import Literal
 
 from configurator import load_config
-from plaingpt.core.dataset import dataset_folder, holds_tokens, not_prepared
+from plaingpt.core.dataset import dataset_folder, holds_tokens, not_prepared, open_dataset
 from plaingpt.core.token_files import parse_dtype
 from plaingpt.data import pretokenized, tokenizers
 from plaingpt.data.chat_tokenizer import ChatTokenizer, plain_template
 from plaingpt.data.conversations import ConversationReader
 from plaingpt.data.corpora import CORPORA, OPTIONS, corpus_table, describe_corpus
 from plaingpt.data.documents import open_source
-from plaingpt.data.encoding import EncodingOptions, Job, write_tokens
+from plaingpt.data.encoding import EncodingOptions, write_tokens
 from plaingpt.data.input_files import search
 from plaingpt.data.inspection import compare_datasets, inspect
 from plaingpt.data.rows import IdsReader, TextReader, file_format
-from plaingpt.data.shards import read_progress, write_dataset
+from plaingpt.data.shards import write_dataset
 from plaingpt.data.splits import VAL_CHARS
 from plaingpt.data.text_files import Separators, separators_for
 from plaingpt.data.tokenizer_choice import (
@@ -104,11 +104,10 @@ class PrepareConfig:
     def inputs(self):
         """The files, folders and globs. Commas separate them in --input, if it is not a path; other
         arguments are taken as they are."""
-        if isinstance(self.input, list):
-            return self.input
-        if os.path.lexists(self.input):
-            return [self.input]
-        return [name.strip() for name in self.input.split(',') if name.strip()]
+        names = self.input
+        if isinstance(names, str):
+            names = [names] if os.path.lexists(names) else map(str.strip, names.split(','))
+        return [Path(name).as_posix() for name in names if name]  # './a//b/' is 'a/b'
 
     def is_set(self, option):
         return getattr(self, option) != getattr(PrepareConfig, option)
@@ -147,13 +146,14 @@ def main(argv):
         raise UserError(f'unknown corpus {name!r}: {command_for("prepare")} lists all corpora; for '
                         f'your own files, run {command_for("prepare")} text {files}')
     corpus = CORPORA[name]
-    config = load_config(PrepareConfig, options, help_text, 'input', several=corpus.kind != 'hub')
+    config = load_config(PrepareConfig, options, help_text, 'input',
+                         several=corpus.kind not in ('hub', 'datatrove'))
     folder = Path(config.data_dir or f'data/{name}')
     if corpus.kind == 'ids':
         if holds_rows(config.inputs()):
             corpus = replace(corpus, kind='rows of ids')
         else:  # ids are described in place
-            folder = ids_folder(config.inputs())
+            folder = ids_folder(*config.inputs())
     if config.if_small and not corpus.small:
         raise UserError(f'{folder} is not prepared: run {command_for("prepare")} {name}')
     check_options(config, name, corpus)
@@ -190,8 +190,9 @@ def print_next_command(name, corpus, folder, tokenizer):
         recipe = corpus.gpu_recipe if torch.cuda.is_available() else corpus.recipe
     if not is_tokenizer_name(tokenizer) and not is_dataset(tokenizer):  # fine-tune its model
         if name != 'chat':
-            is_run = any(Path(tokenizer, file).exists() for file in ('checkpoints', 'state.json'))
-            recipe = CORPORA['text' if is_run else 'shakespeare'].recipe
+            kind = open_dataset(folder).tokenizer_json()['kind']
+            is_pretrained = kind in ('gpt2', 'foreign')  # so a small learning rate
+            recipe = CORPORA['shakespeare' if is_pretrained else 'text'].recipe
         recipe += f' --init_from={quoted(tokenizer)}'
     elif name == 'chat' and tokenizer not in ('auto', 'gpt2'):
         recipe = CORPORA['text'].recipe  # from scratch: which run has this tokenizer is not known
@@ -236,22 +237,16 @@ def prepare_text(name, corpus, folder, config):
             separators = separators_for(existing, config.documents == 'paragraph')
         reader = TextReader(config.text_field or corpus.text_field, separators)
     source = open_source(name, corpus, config, folder, reader)
-    if source.total == 0:
-        raise UserError(f'{source.name}: contains no text')
     plain = source.as_plain_text() if for_chat else source
-    if tokenizer_name == 'char' and source.unit != 'B':
-        raise UserError(f'tokenizer=char: {source.name} is streamed, and char needs local files; '
-                        'use gpt2, byte or bpe:32768')
     options = encoding_options(config, corpus.cut_at_line)
     if options.max_tokens and source.is_continuous:
         raise UserError(f'max_tokens={config.max_tokens}: {source.name} is one continuous text '
                         'without documents; split it with --documents=file, line or paragraph')
     command = describe_command(name, config, existing, identity=source.identity())
 
-    def write(unfinished):
-        progress = read_progress(unfinished, command)
-        if progress:
-            tokenizer = tokenizers.from_json(progress['tokenizer'])
+    def write(job):
+        if job.progress:
+            tokenizer = tokenizers.from_json(job.progress['tokenizer'])
         elif existing:
             check_round_trip(existing, plain)
             tokenizer = existing
@@ -259,7 +254,7 @@ def prepare_text(name, corpus, folder, config):
             tokenizer = train_tokenizer(tokenizer_name, plain)
         if for_chat and not is_chat(tokenizer):
             tokenizer = ChatTokenizer(tokenizer, plain_template(tokenizer))
-        write_tokens(source, tokenizer, Job(unfinished, command, progress), options)
+        write_tokens(source, tokenizer, job, options)
 
     write_dataset(folder, command, config.overwrite, write)
 
@@ -276,7 +271,7 @@ def encoding_options(config, cut_at_line):
 
 def prepare_datatrove(name, folder, config):
     """Shards written by datatrove → dataset → report. Raises UserError."""
-    shards = pretokenized.find_datatrove(', '.join(config.inputs()))
+    shards = pretokenized.find_datatrove(config.input)
     if is_tokenizer_name(config.tokenizer) and config.tokenizer not in UNTRAINED:
         raise UserError('datatrove needs --tokenizer: the dataset or run whose tokenizer made '
                         'these tokens, or gpt2 or byte')
@@ -285,8 +280,8 @@ def prepare_datatrove(name, folder, config):
     command = describe_command(name, config, tokenizer, identity=sizes)
     val_fraction = 0.01 if config.val_fraction == 'auto' else config.val_fraction
 
-    def write(unfinished):
-        pretokenized.link_datatrove(shards, tokenizer, unfinished, command, val_fraction)
+    def write(job):
+        pretokenized.link_datatrove(shards, tokenizer, job, val_fraction)
 
     write_dataset(folder, command, config.overwrite, write)
 
@@ -304,18 +299,14 @@ def ids_tokenizer(config):
 
 def holds_rows(inputs):
     """Whether the input of `ids` is files of rows, or a folder that holds them and no train.bin."""
-    folder = ids_folder(inputs)
-    if any(file_format(Path(name)) != 'text' for name in inputs):
+    if len(inputs) != 1 or file_format(Path(*inputs)) != 'text':
         return True
-    if folder.is_file():
-        raise UserError(f'{folder}: expected a folder with train.bin and val.bin, or train.npy and '
-                        'val.npy, or files of rows with input_ids')
+    folder = ids_folder(*inputs)
     return folder.is_dir() and not holds_tokens(folder) \
         and any(file_format(path) != 'text' for path in search(folder))
 
 
-def ids_folder(inputs):
-    name = ', '.join(inputs)
+def ids_folder(name):
     return Path(name) if Path(name).exists() else dataset_folder(name)
 
 
@@ -327,7 +318,7 @@ def describe_command(name, config, tokenizer=None, **content):
         if option in ('data_dir', 'num_proc', 'overwrite', 'if_small', 'strict'):
             continue  # these do not change the tokens
         if config.is_set(option):
-            options[option] = ','.join(value) if isinstance(value, list) else value
+            options[option] = ','.join(config.inputs()) if option == 'input' else value
     if tokenizer:
         content['tokenizer_sha256'] = checksum(tokenizer)
     return {'corpus': name, 'input': name, **options, **content}

@@ -12,7 +12,8 @@ import pytest
 
 import prepare
 from plaingpt.data.chat_tokenizer import ChatTokenizer
-from plaingpt.data.tokenizers import ByteTokenizer
+from plaingpt.data.tokenizer_choice import train_bpe
+from plaingpt.data.tokenizers import ByteTokenizer, ListTokenizer, from_json
 from plaingpt.inference import lm_eval_model
 
 CHAT = ChatTokenizer(ByteTokenizer())
@@ -22,6 +23,15 @@ def openai_gpt2():
     """What tiktoken's own module, behind the stand-in, makes of OpenAI's files for GPT-2."""
     module = metadata.distribution('tiktoken').locate_file('tiktoken_ext/openai_public.py')
     return runpy.run_path(str(module))['gpt2']()
+
+
+def make_tokenizer(name, texts):
+    """The tokenizer that prepare.py makes of these texts: of characters, bpe:N, or of no text."""
+    if name == 'char':
+        return ListTokenizer(sorted({*''.join(texts)}))
+    if name.startswith('bpe:'):
+        return train_bpe(texts, int(name[4:]))
+    return from_json({'kind': name})
 
 
 def ask(question, answer, *more):

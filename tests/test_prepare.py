@@ -175,7 +175,7 @@ def test_memory_does_not_grow_with_the_corpus(tokenizer, tmp_path):
         finally:
             tracemalloc.stop()
 
-    assert peak(40_000_000) < peak(20_000_000) + 5_000_000
+    assert peak(16_000_000) < peak(8_000_000) + 4_000_000
 
 
 def test_the_next_command_fine_tunes_the_model_whose_tokenizer_was_named(

@@ -13,7 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from plaingpt.core.token_files import READ_TOKENS, TokenStream, dtype_name, open_tokens, parse_dtype
+from plaingpt.core.token_files import (
+    PREPARE_AGAIN,
+    READ_TOKENS,
+    TokenStream,
+    dtype_name,
+    open_tokens,
+    parse_dtype,
+)
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT, read_json, refuse_unknown
 from plaingpt.system.formatting import command_for, count_of, quoted
@@ -182,9 +189,10 @@ class Dataset:
         if split not in self.opened:
             entries = self.split_entry(split).get('files', [])
             if self.has_checksums():
+                advice = self._advice()
                 files = [open_tokens(self.folder / file['name'],
-                                     parse_dtype(file.get('dtype', self.meta['dtype'])),
-                                     file['tokens'], file['sha256'], file.get('offset'))
+                                     parse_dtype(file.get('dtype', self.meta['dtype'])), file,
+                                     advice)
                          for file in entries]
             else:
                 from plaingpt.data.foreign_files import find_token_files, open_foreign
@@ -195,10 +203,21 @@ class Dataset:
             masks = []
             if self.has_mask():
                 masks = [open_tokens(self.folder / mask_name(file['name']), np.dtype('u1'),
-                                     file['tokens'], file['mask_sha256'])
+                                     {'tokens': file['tokens'], 'sha256': file['mask_sha256']})
                          for file in entries]
             self.opened[split] = files, masks
         return self.opened[split]
+
+    def _advice(self):
+        """What to do if a token file is not as meta.json says."""
+        source = self.meta['source']
+        if not describes_own_files(source):
+            return PREPARE_AGAIN
+        command = f'{command_for("prepare")} ids {quoted(self.folder)}'
+        for option in 'vocab_size', 'end_of_text', 'dtype':
+            if option in source:
+                command += f' --{option}={quoted(source[option])}'
+        return f'restore the file, or run {command} again'
 
 
 @dataclass(frozen=True)
@@ -252,6 +271,12 @@ def holds_tokens(folder):
         return True
     from plaingpt.data.foreign_files import find_token_files
     return any(find_token_files(folder, split) for split in SPLITS)
+
+
+def describes_own_files(source):
+    """Whether a meta.json with this source describes ids that the user wrote to these files, rather
+    than what prepare.py made of its input."""
+    return source.get('corpus') == 'ids' and 'identity' not in source
 
 
 def open_dataset(folder, vocab_size=0):

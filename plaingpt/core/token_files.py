@@ -3,7 +3,6 @@
 import hashlib
 import os
 import threading
-from contextlib import suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -16,6 +15,7 @@ from plaingpt.system.formatting import command_for, count_of, quoted
 CONTEXT, IN_LOSS, CONVERSATION, TURN = range(4)  # marks in a loss mask: ChatTokenizer
 READ_TOKENS = 2**22  # per read, for whole files
 SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 2**14  # sampled_sha256 reads 64 blocks of 16 KiB
+PREPARE_AGAIN = 'restore the file, or prepare the data again'
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class TokenFile:
     offset: int  # the byte where the tokens begin
     tokens: int
     sha256: str = ''  # of the tokens, from meta.json
-    is_bare: bool = False  # neither a header nor a meta.json says what the dtype is
+    advice: str = PREPARE_AGAIN  # what to do if the tokens are not as expected
     lock: object = field(default_factory=threading.Lock, repr=False)  # for the file position
 
     def read_bytes(self, offset, count):
@@ -51,25 +51,22 @@ class TokenFile:
         return np.frombuffer(self.read_bytes(self.offset + start * width, count * width),
                              self.dtype)
 
-    def chunks(self):
-        """Yield (index of the first token, tokens) for the whole file in order."""
+    def chunks(self, vocab_size):
+        """Yield all tokens in order, some at a time. Raises UserError for an id beyond the
+        vocabulary."""
         for start in range(0, self.tokens, READ_TOKENS):
-            yield start, self.read(start, READ_TOKENS)
-
-    def checksum(self, vocab_size):
-        """SHA-256 of all tokens. Raises UserError for an id beyond the vocabulary."""
-        digest = hashlib.sha256()
-        for start, ids in self.chunks():
+            ids = self.read(start, READ_TOKENS)
             self.check_ids(ids, start, vocab_size)
-            digest.update(ids)
-        return digest.hexdigest()
+            yield ids
 
     def verify(self, vocab_size):
         """Read all tokens. Raises UserError for an id beyond the vocabulary or a wrong checksum."""
-        checksum = self.checksum(vocab_size)
-        if self.sha256 and checksum != self.sha256:
+        digest = hashlib.sha256()
+        for ids in self.chunks(vocab_size):
+            digest.update(ids)
+        if self.sha256 and digest.hexdigest() != self.sha256:
             raise UserError(f'{self.path}: the checksum does not match meta.json: the file is '
-                            f'damaged or was replaced; {how_to_prepare(self.path)}')
+                            f'damaged or was replaced; {self.advice}')
 
     def check_ids(self, ids, start, vocab_size):
         """Raises UserError for an id beyond the vocabulary. start: the index of ids[0]"""
@@ -77,12 +74,8 @@ class TokenFile:
         if unsigned.max(initial=0) < vocab_size:
             return
         i = int(np.flatnonzero(unsigned >= vocab_size)[0])
-        problem = f'{self.path}: token {start + i:,} has id {ids[i]}, but the largest id of the ' \
-            f'vocabulary is {vocab_size - 1}'
-        if self.is_bare:
-            raise UserError(f'{problem}: set another --vocab_size, or {advise_dtype(self.path)}')
-        raise UserError(f'{problem}: the file is damaged or from another tokenizer; '
-                        f'{how_to_prepare(self.path)}')
+        raise UserError(f'{self.path}: token {start + i:,} has id {ids[i]}, but the largest id of '
+                        f'the vocabulary is {vocab_size - 1}; {self.advice}')
 
     def sampled_sha256(self):
         """Checksum of the size and of evenly spaced blocks; of all bytes of a small file."""
@@ -101,21 +94,6 @@ def sampled_blocks(size):
         return [0], size
     last = size - SAMPLED_BYTES
     return [last * i // (SAMPLED_BLOCKS - 1) for i in range(SAMPLED_BLOCKS)], SAMPLED_BYTES
-
-
-def how_to_prepare(path):
-    """What to do about a token file that is not as prepare.py left it."""
-    folder = path.parent
-    if may_hold_own_ids(folder):
-        return f'run {command_for("prepare")} ids {quoted(folder)} --vocab_size=N again'
-    return 'prepare the data again'
-
-
-def may_hold_own_ids(folder):
-    """Whether a folder's meta.json, even if it is damaged, describes the user's own ids."""
-    with suppress(OSError):
-        return '"kind": "ids"' in (folder / 'meta.json').read_text('utf-8', 'replace')
-    return False
 
 
 def advise_dtype(path):
@@ -140,17 +118,19 @@ def dtype_name(dtype):
     return dtype.str if dtype.str.startswith('>') else dtype.name
 
 
-def open_tokens(path, dtype, num_tokens=None, sha256='', offset=None, is_bare=False):
+def open_tokens(path, dtype, entry=None, advice=PREPARE_AGAIN):
     """One file of tokens → TokenFile.
 
-    num_tokens: if known; sha256: of these tokens; offset: of the first token in bytes, where the
-    file may contain more than these tokens; is_bare: see TokenFile. Raises UserError for a missing
-    file or a wrong size.
+    entry: what meta.json or a header says of the file: the number of `tokens`, their `sha256`, and
+    the `offset` of the first one in bytes, where the file may contain more than these tokens;
+    advice: see TokenFile. Raises UserError for a missing file or a wrong size.
     """
+    entry = entry or {}
+    num_tokens, offset = entry.get('tokens'), entry.get('offset')
     try:
         file = open(path, 'rb', buffering=0)
     except OSError as e:
-        raise UserError(f'{path}: {e.strerror}: restore it, or {how_to_prepare(path)}') from None
+        raise UserError(f'{path}: {e.strerror}; {advice}') from None
     start = offset or 0
     in_file = (os.fstat(file.fileno()).st_size - start) / dtype.itemsize
     if num_tokens is None:
@@ -158,8 +138,8 @@ def open_tokens(path, dtype, num_tokens=None, sha256='', offset=None, is_bare=Fa
     if not num_tokens or in_file < num_tokens or (in_file > num_tokens and offset is None):
         raise UserError(f'{path}: expected {num_tokens or "some"} tokens of '
                         f'{count_of(dtype.itemsize, "byte")} and found {in_file:,.12g}: the file '
-                        f'is damaged or has another dtype; {how_to_prepare(path)}')
-    return TokenFile(path, dtype, file, start, num_tokens, sha256, is_bare)
+                        f'is damaged or has another dtype; {advice}')
+    return TokenFile(path, dtype, file, start, num_tokens, entry.get('sha256', ''), advice)
 
 
 class TokenStream:

@@ -112,18 +112,17 @@ class ChatTokenizer:
     def __init__(self, base, template=''):
         """template: a pretrained model's, in Jinja. Raises UserError if it cannot be used."""
         self.base, self.template, self.vocab_size = base, template, base.vocab_size
-        self.template_variables = {}
+        self.template_variables, self.accepted_roles = {}, set()
         if self.has_own_template():
             self.ids = {name: self.vocab_size + i for i, name in enumerate(SPECIAL_TOKENS)}
             self.vocab_size += len(SPECIAL_TOKENS)
         else:
             self.ids = base.control_tokens
             config = parse_object(base.to_json()['files'], 'tokenizer_config.json')
-            for key in config.keys() & {'bos_token', 'eos_token'}:
-                token = config[key]
-                if token is not None:
-                    self.template_variables[key] = (
-                        token['content'] if isinstance(token, dict) else token)
+            for key in 'bos_token', 'eos_token':
+                if token := config.get(key):
+                    self.template_variables[key] = \
+                        token['content'] if isinstance(token, dict) else token
         self.arrays = {name: np.array([i]) for name, i in self.ids.items()}
         names = '|'.join(map(re.escape, self.ids)) or '(?!)'  # '(?!)' never matches
         self.control = re.compile(f'({names})')
@@ -189,25 +188,23 @@ class ChatTokenizer:
 
     def check_roles(self, roles):
         """Raises UserError if the template cannot express a conversation with these roles."""
-        if self.has_own_template():
+        if self.has_own_template() or roles in self.accepted_roles:
             return
         messages = [{'role': role, 'content': MARK} for role in roles]
         if self.render(messages).count(MARK) < len(messages):
             raise UserError('its chat template leaves out messages')
         self.mark_conversation(messages)
+        self.accepted_roles.add(roles)
 
-    def encode_rendered(self, text):
-        """Rendered text → [ids of a piece of text, or of one control token]"""
-        arrays = []
+    def ids_of(self, text):
+        """The ids of rendered text."""
+        arrays = [np.array([], np.int64)]
         for i, piece in enumerate(self.control.split(text)):  # alternates: text, control token
             if i % 2:
                 arrays.append(self.arrays[piece])
             elif piece:
                 arrays.append(self.encode(piece.replace(MARK, '')))
-        return arrays
-
-    def ids_of(self, text):
-        return np.concatenate([[], *self.encode_rendered(text)]).astype(np.int64)
+        return np.concatenate(arrays).astype(np.int64)
 
     def escape(self, messages):
         """Messages with a MARK inside each spelled-out control token, so that it stays text."""

@@ -47,7 +47,18 @@ class Piece(NamedTuple):
 
     text: str
     new_document: bool  # False: continues the document of the previous piece
-    split: str = ''  # of the dataset on the Hub: 'train' or 'val'
+    split: str = ''  # 'train' or 'val': of a dataset on the Hub, or from splits.assign_splits
+
+
+class ReadOptions(NamedTuple):
+    """How files are read."""
+
+    documents: str = 'auto'  # auto, file, line or paragraph: of text files
+    encoding: str = 'utf-8'
+    strict: bool = False  # an unusable row or file is an error
+
+
+DEFAULT_OPTIONS = ReadOptions()
 
 
 class Survey(NamedTuple):
@@ -72,16 +83,17 @@ def open_source(name, corpus, config, folder, reader):
         corpus.kind == 'chat' and any(map(is_hub_name, inputs)))
     if corpus.kind == 'hub' or is_on_hub:
         return open_hub_dataset(corpus, config, reader)
+    explicit = ()
     if inputs:
         paths, explicit = find_files(inputs, TEXT_EXTENSIONS if corpus.kind == 'text' else FORMATS)
     elif corpus.url:
-        paths, explicit = [download(corpus.url, corpus.sha256, folder)], ()
+        paths = [download(corpus.url, corpus.sha256, folder)]
     elif callable(corpus.files):
-        paths, explicit = corpus.files(), ()
+        paths = corpus.files()
     else:
         paths, explicit = find_files([corpus.files])
-    files = Files(paths, ', '.join(inputs) or corpus.url or name, reader, explicit,
-                  config.documents, config.encoding, config.strict)
+    options = ReadOptions(config.documents, config.encoding, config.strict)
+    files = Files(paths, ', '.join(inputs) or corpus.url or name, reader, options, explicit)
     if corpus.kind != 'text':
         for path in paths:
             if file_format(path) == 'text':
@@ -107,7 +119,8 @@ def open_hub_dataset(corpus, config, reader):
         splits = {'val': val_split, **splits}  # reading stops at max_tokens of the training split
     elif val_split:
         splits['val'] = val_split
-    return HubDataset(''.join(config.inputs()) or corpus.hub, subset, splits, reader, config.strict)
+    path = ', '.join(config.inputs()) or corpus.hub
+    return HubDataset(path, subset, splits, reader, config.strict)
 
 
 class Source:
@@ -174,12 +187,11 @@ class Files(Source):
 
     unit = 'B'
 
-    def __init__(self, paths, name, reader, explicit=(), documents='auto', encoding='utf-8',
-                 strict=False):
-        super().__init__(name, reader, strict)
+    def __init__(self, paths, name, reader, options=DEFAULT_OPTIONS, explicit=()):
+        super().__init__(name, reader, options.strict)
         self.paths, self.explicit = paths, explicit
-        self.documents, self.encoding = documents, encoding
-        self.files, self.problems = Tally('file', strict), {}
+        self.documents, self.encoding = options.documents, options.encoding
+        self.files, self.problems = Tally('file', options.strict), {}
         self.sizes = [path.stat().st_size for path in paths]
         self.total = sum(self.sizes)
         formats = [file_format(path) for path in paths]
@@ -327,8 +339,7 @@ class HubDataset(Source):
                 self.open_stream(datasets, path, subset)
             for split, rows in self.streams.items():
                 for row in rows.take(1):
-                    columns = self.reader.columns(row, f'{self.name}, split {splits[split]}')
-                    self.streams[split] = rows.select_columns(columns)
+                    self.streams[split] = rows.select_columns(self.reader.columns([*row]))
 
     def open_stream(self, datasets, path, subset):
         path, _, revision = path.partition('@')
@@ -388,7 +399,7 @@ def open_saved_dataset(folder, splits):
 
 def print_other_splits(names, splits):
     """Print which splits of a dataset are not read."""
-    others = [name for name in names if name not in splits.values()]
+    others = [str(name) for name in names if name not in splits.values()]
     if others and not any('[' in name for name in splits.values()):  # train[:10%]
         print(f'read {" and ".join(splits.values())}; other splits: {", ".join(others)} (choose '
               'with --split and --val_split)')

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -25,14 +24,6 @@ BATCH_CHARS = 2**20  # that a thread encodes at a time
 # Validation text that is less than both says little about a model.
 MIN_VAL_SHARE = 0.1  # of val_fraction
 MIN_VAL_TOKENS = 10_000
-
-
-class Job(NamedTuple):
-    """A dataset that is being written."""
-
-    folder: Path
-    command: dict  # everything that determines the tokens; `source` in meta.json
-    progress: dict  # from an interrupted run, or {}: see shards.read_progress
 
 
 class EncodingOptions(NamedTuple):
@@ -121,8 +112,7 @@ def encode_source(source, encoder, job, options, writers):
                 for writer in writers.values():
                     writer.sync()
                 states = {split: writer.state() for split, writer in writers.items()}
-                write_progress(job.folder, job.command, tokenizer=tokenizer.to_json(),
-                               count=count, splits=states)
+                write_progress(job, tokenizer=tokenizer.to_json(), count=count, splits=states)
             position = train.tokens if max_tokens else source.position()
             bar.update(position - bar.n)
 
@@ -132,7 +122,7 @@ def group_in_batches(pieces):
     batch, characters = [], 0
     for piece in pieces:
         batch.append(piece)
-        characters += len(piece[1])
+        characters += len(piece.text)
         if characters >= BATCH_CHARS:
             yield batch
             batch, characters = [], 0
@@ -150,13 +140,13 @@ class TextEncoder:
     dtype: np.dtype
 
     def encode(self, batch, max_train_tokens=math.inf, has_val=True):
-        """[(split, text, new_document)] → {split: Encoded}. The document that exceeds
+        """[Piece] → {split: Encoded}. The document that exceeds
         max_train_tokens is truncated, and what follows is not encoded, except that there must be a
         piece of validation text, unless earlier batches had one (has_val)."""
         arrays = {split: [] for split in SPLITS}
         documents, sizes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
         remaining = max_train_tokens
-        for split, text, new_document in batch:
+        for text, new_document, split in batch:
             if remaining == 0 and has_val:
                 break
             if remaining == 0 and split == 'train':
@@ -191,11 +181,10 @@ class ConversationEncoder:
     dtype: np.dtype
 
     def encode(self, batch):
-        """[(split, text, new_document)] → {split: Encoded}"""
+        """[Piece] → {split: Encoded}"""
         encoded = {}
         for split in SPLITS:
-            conversations = [json.loads(text) for piece_split, text, _ in batch
-                             if piece_split == split]
+            conversations = [json.loads(piece.text) for piece in batch if piece.split == split]
             if not conversations:
                 continue
             pairs = [self.tokenizer.mark_conversation(messages) for messages in conversations]
@@ -220,7 +209,7 @@ def map_in_order(function, batches, threads):
     with ThreadPoolExecutor(threads, thread_name_prefix='encode') as pool:
         pending, ahead = deque(), 0
         for batch in batches:
-            characters = sum(len(text) for _, text, _ in batch)
+            characters = sum(len(piece.text) for piece in batch)
             pending.append((batch, characters, pool.submit(function, batch)))
             ahead += characters
             while ahead > 2 * threads * BATCH_CHARS:

@@ -52,7 +52,7 @@ def open_foreign(path, vocab_size, dtype=None):
     if dtype is None:
         dtype = np.dtype('<u2')
         check_uint16(path, head, vocab_size)
-    return open_tokens(path, dtype, is_bare=True)
+    return open_tokens(path, dtype, advice=f'set another --vocab_size, or {advise_dtype(path)}')
 
 
 def check_uint16(path, head, vocab_size):
@@ -76,7 +76,7 @@ def open_llmc(path, magic, version, count, size):
     if (version, size) != (known_version, LLMC_HEADER_BYTES + dtype.itemsize * count):
         raise UserError(f'{path} has an llm.c header, but is not a complete shard; copy it again, '
                         'or prepare the text')
-    return open_tokens(path, dtype, int(count), offset=LLMC_HEADER_BYTES)
+    return open_tokens(path, dtype, {'tokens': int(count), 'offset': LLMC_HEADER_BYTES})
 
 
 def open_npy(path):
@@ -89,7 +89,7 @@ def open_npy(path):
     if array.dtype.kind not in 'iu' or array.ndim != 1:
         raise UserError(f'{path} holds {content}: expected a one-dimensional array of integers; '
                         'write it with np.save(path, ids.astype(np.uint16))')
-    return open_tokens(path, array.dtype, len(array), offset=array.offset)
+    return open_tokens(path, array.dtype, {'tokens': len(array), 'offset': array.offset})
 
 
 # -----------------------------------------------------------------------------

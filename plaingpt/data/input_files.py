@@ -68,12 +68,8 @@ def report_files(paths, skipped):
 def count_extensions(paths):
     """'20 .md, 3 .txt', the most common ones first."""
     extensions = Counter(extension_of(path) or 'without extension' for path in sorted(paths))
-    most_common = extensions.most_common(MAX_EXTENSIONS)
-    counts = [f'{n:,} {shown(extension)}' for extension, n in most_common]
-    others = len(paths) - sum(n for _, n in most_common)
-    if others:
-        counts.append(count_of(others, 'other'))
-    return ', '.join(counts)
+    counts = [f'{n:,} {shown(extension)}' for extension, n in extensions.most_common()]
+    return ', '.join([*counts[:MAX_EXTENSIONS], '…'] if counts[MAX_EXTENSIONS:] else counts)
 
 
 def search(root):

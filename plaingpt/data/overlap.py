@@ -29,7 +29,7 @@ def compare_splits(dataset, other):
     """How much of the validation split of a dataset is in the training split of `other`, which may
     be the same → {'in_train': fraction of its tokens}, or if documents are shorter than a window on
     average also 'lines_in_train', the fraction of its lines. What is too short to compare is left
-    out."""
+    out: where its lines are, too, that no window is in both says nothing."""
     train, val = other.split('train'), dataset.split('val')
     overlap = find_overlap(train, val)
     shares = {} if overlap is None else {'in_train': overlap}
@@ -37,11 +37,11 @@ def compare_splits(dataset, other):
     if dataset.has_mask() or dataset.has_own_ids() or len(val) >= WINDOW * documents:
         return shares
     val_lines = read_lines(val, dataset.tokenizer())
+    if not val_lines:
+        return shares if overlap else {}
     train_lines = {*read_lines(train, dataset.tokenizer())}
-    if val_lines:
-        copies = sum(line in train_lines for line in val_lines)
-        shares['lines_in_train'] = copies / len(val_lines)
-    return shares
+    copies = sum(line in train_lines for line in val_lines)
+    return {**shares, 'lines_in_train': copies / len(val_lines)}
 
 
 def read_lines(stream, tokenizer):

@@ -14,7 +14,7 @@ from plaingpt.core.dataset import SPLITS, UNFINISHED, open_dataset
 from plaingpt.core.token_files import dtype_name, open_tokens, parse_dtype
 from plaingpt.data.foreign_files import find_token_files, open_foreign
 from plaingpt.data.inspection import print_report
-from plaingpt.data.shards import empty, write_meta
+from plaingpt.data.shards import write_meta
 from plaingpt.system.errors import UserError, progress_bar
 from plaingpt.system.files import locked
 from plaingpt.system.formatting import command_for, quoted
@@ -39,34 +39,46 @@ def find_datatrove(folder):
     return shards
 
 
-def link_datatrove(shards, tokenizer, folder, command, val_fraction):
-    """Link to `shards` from `folder` and write its meta.json. The last documents of each shard are
-    held out, so that val_fraction holds for the shards up to it. Raises UserError."""
-    empty(folder)
-    splits = {split: {'tokens': 0, 'documents': 0, 'files': []} for split in ('train', 'val')}
+def link_datatrove(shards, tokenizer, job, val_fraction):
+    """Link to `shards` from job.folder and write its meta.json. The last documents of each shard
+    are held out, so that val_fraction holds for the shards up to it. Raises UserError."""
+    files = {split: [] for split in SPLITS}
     documents = 0
-    with progress_bar('reading', sum(int(ends[-1]) for _, ends, _ in shards), 'tokens') as bar:
-        for shard, ends, dtype in shards:
-            earlier_val = round(val_fraction * documents)
-            documents += len(ends)
-            num_val = round(val_fraction * documents) - earlier_val
-            val_start = int(ends[-num_val - 1]) if num_val < len(ends) else 0
-            for split, start, end in ('train', 0, val_start), ('val', val_start, int(ends[-1])):
-                if start == end:
-                    continue
-                entry, digest = splits[split], hashlib.sha256()
-                path = folder / f'{split}_{len(entry["files"]):06d}.bin'
-                path.symlink_to(shard.resolve())
-                file = open_tokens(path, dtype, end - start, offset=start * dtype.itemsize)
-                for first, ids in file.chunks():
-                    file.check_ids(ids, first, tokenizer.vocab_size)
-                    digest.update(ids)
+    for shard, ends, dtype in shards:
+        earlier_val = round(val_fraction * documents)
+        documents += len(ends)
+        num_val = round(val_fraction * documents) - earlier_val
+        val_start = int(ends[-num_val - 1]) if num_val < len(ends) else 0
+        for split, start, end in ('train', 0, val_start), ('val', val_start, int(ends[-1])):
+            if start == end:
+                continue
+            path = job.folder / f'{split}_{len(files[split]):06d}.bin'
+            path.symlink_to(shard.resolve())
+            part = {'tokens': end - start, 'offset': start * dtype.itemsize}
+            files[split].append(open_tokens(path, dtype, part))
+    splits = {split: describe_files(files[split], tokenizer) for split in SPLITS}
+    write_meta(job.folder, dtype, tokenizer, splits, job.command)
+
+
+def describe_files(files, tokenizer):
+    """[TokenFile] → the entry of a split in meta.json. Raises UserError for an id beyond the
+    vocabulary."""
+    entry = {'tokens': sum(file.tokens for file in files), 'files': []}
+    if tokenizer.end_of_text is not None:
+        entry['documents'] = 0
+    with progress_bar('reading', entry['tokens'], 'tokens') as bar:
+        for file in files:
+            digest = hashlib.sha256()
+            for ids in file.chunks(tokenizer.vocab_size):
+                digest.update(ids)
+                if tokenizer.end_of_text is not None:
                     entry['documents'] += int(np.count_nonzero(ids == tokenizer.end_of_text))
-                    bar.update(len(ids))
-                entry['tokens'] += file.tokens
-                entry['files'].append({'name': path.name, 'tokens': file.tokens,
-                                       'offset': file.offset, 'sha256': digest.hexdigest()})
-    write_meta(folder, dtype, tokenizer, splits, command)
+                bar.update(len(ids))
+            entry['files'].append({'name': file.path.name, 'tokens': file.tokens,
+                                   'dtype': dtype_name(file.dtype), 'sha256': digest.hexdigest()})
+            if file.path.stat().st_size > file.tokens * file.dtype.itemsize:  # the file has more
+                entry['files'][-1]['offset'] = file.offset
+    return entry
 
 
 def describe_ids(folder, tokenizer, dtype, command):
@@ -87,32 +99,14 @@ def describe_ids(folder, tokenizer, dtype, command):
             if has_text_tokens or (folder / UNFINISHED).exists():
                 raise UserError(f'{folder} holds tokens of text and already describes them: train '
                                 'on it as it is, or put your own ids in another folder')
-            splits = {split: describe_files(paths[split], tokenizer, dtype) for split in SPLITS}
+            splits = {}
+            for split in SPLITS:
+                files = [open_foreign(path, vocab_size, dtype) for path in paths[split]]
+                splits[split] = describe_files(files, tokenizer)
             dtype = parse_dtype(splits['train']['files'][0]['dtype'])
             write_meta(folder, dtype, tokenizer, splits, command)
     except OSError as e:
         raise UserError(f'{folder} cannot be written ({e.strerror}): its ids need no meta.json if '
                         f'they are uint16: {command_for("train")} --dataset={quoted(folder)} '
                         f'--vocab_size={vocab_size}; otherwise copy the folder first') from None
-    if existing.has_checksums() and existing.vocab_size != vocab_size:
-        print(f'{folder}: changed vocab_size from {existing.vocab_size:,} to {vocab_size:,}')
     print_report(open_dataset(folder))
-
-
-def describe_files(paths, tokenizer, dtype):
-    """The entry of a split in meta.json. Raises UserError for an id beyond the vocabulary."""
-    entry = {'tokens': 0, 'files': []}
-    if tokenizer.end_of_text is not None:
-        entry['documents'] = 0
-    for path in paths:
-        file = open_foreign(path, tokenizer.vocab_size, dtype)
-        entry['tokens'] += file.tokens
-        entry['files'].append({'name': path.name, 'tokens': file.tokens,
-                               'dtype': dtype_name(file.dtype),
-                               'sha256': file.checksum(tokenizer.vocab_size)})
-        if file.offset:  # files without an offset are also checked for their size
-            entry['files'][-1]['offset'] = file.offset
-        if 'documents' in entry:
-            entry['documents'] += sum(int(np.count_nonzero(ids == tokenizer.end_of_text))
-                                      for _, ids in file.chunks())
-    return entry

@@ -17,6 +17,7 @@ FORMATS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv'
            '.parquet': 'parquet', '.arrow': 'arrow'}  # ending → format; all other files are text
 DELIMITERS = ',', ';', '\t', '|'  # Excel writes ';' in most of Europe
 QUOTED = re.compile('"[^"]*"')
+CSV_ADVICE = 'quote a text with quotes or line breaks, and double the quotes in it'
 NOT_UTF8 = re.compile('[\udc80-\udcff]')  # undecodable bytes, as surrogateescape maps them
 NOT_UTF8_PROBLEM = 'not UTF-8', f': {ENCODING_ADVICE}'  # reason and details of an Unusable
 TEXT_FIELDS = ('text', 'content')  # the default: the first of these in a row
@@ -100,17 +101,14 @@ def json_rows(text, name, reader, notes):
         lines.append(line)
         if line.strip():
             filled.append(line)
-    if len(filled) < 2 or isinstance(parse_json(filled[0], name), Unusable):
-        content = ''.join(lines) + text.read()
-        value = parse_json(content, name)
-        if not isinstance(value, Unusable):
-            for number, row in enumerate(find_list(value, name, reader, notes), 1):
-                yield f'{name}, row {number}', row
-            return
-        if content.lstrip()[:1] == '[':
-            raise value
-        lines = content.split('\n')
-    yield from json_lines(chain(lines, text), name)
+    if len(filled) == 2 and not isinstance(parse_json(filled[0], name), Unusable):
+        yield from json_lines(chain(lines, text), name)
+        return
+    value = parse_json(''.join(lines) + text.read(), name)
+    if isinstance(value, Unusable):
+        raise value
+    for number, row in enumerate(find_list(value, name, reader, notes), 1):
+        yield f'{name}, row {number}', row
 
 
 def find_list(value, name, reader, notes):
@@ -145,22 +143,17 @@ def csv_rows(text, name, delimiters, by_number):
     delimiters: of which the first line has the most"""
     csv.field_size_limit(2**31 - 1)
     first = text.readline()
-    lines_before = 0  # the first line
-    declaration = re.fullmatch('sep=(.)\\s*', first)  # Excel may write it as the first line
-    if declaration:
-        delimiter = declaration[1]
-        first = text.readline()
-        lines_before = 1
-    else:
-        delimiter = max(delimiters, key=QUOTED.sub('', first).count)
+    delimiter = max(delimiters, key=QUOTED.sub('', first).count)
     reader = csv.reader(chain([first], text), delimiter=delimiter, strict=True)
-    names = None if by_number else next(reader, [])
+    try:
+        names = None if by_number else next(reader, [])
+    except csv.Error as e:
+        raise Unusable(f'{name}, line 1', 'not CSV', f' ({e}): {CSV_ADVICE}') from None
     duplicates = [column for column, n in Counter(names or ()).items() if n > 1]
     if duplicates:
-        raise Unusable(f'{name}, line {lines_before + 1}', f'two columns named {duplicates[0]!r}',
-                       ': rename one')
+        raise Unusable(f'{name}, line 1', f'two columns named {duplicates[0]!r}', ': rename one')
     while True:
-        start = reader.line_num + lines_before + 1
+        start = reader.line_num + 1
         try:
             values = next(reader)
             if names is None and values:
@@ -172,14 +165,13 @@ def csv_rows(text, name, delimiters, by_number):
             if 'end of data' in str(e):
                 raise Unusable(f'{name}, line {start}', 'unclosed quote',
                                ': close it, or double it if it is part of the text') from None
-            problem = 'a quote within a field', ': double it, and quote the whole field'
-        end = reader.line_num + lines_before
+            problem = 'not CSV', f' ({e}): {CSV_ADVICE}'
         if problem:  # for each line of this row: a quote may have joined several rows
-            for line in range(start, end + 1):
+            for line in range(start, reader.line_num + 1):
                 where = f'{name}, line {line}'
                 yield where, Unusable(where, *problem)
         elif values:  # not a blank line
-            yield f'{name}, line {end}', dict(zip(names, values, strict=True))
+            yield f'{name}, line {reader.line_num}', dict(zip(names, values, strict=True))
 
 
 def csv_problem(values, names, delimiter):
@@ -205,7 +197,7 @@ def table_rows(file, file_type, name, reader):
             is_file = file.peek(6)[:6] == b'ARROW1'  # otherwise a stream
             table = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
             names = table.schema.names
-        columns = list(filter(reader.may_read, names)) or names
+        columns = reader.columns(names)
         if file_type == 'parquet':
             batches = table.iter_batches(256, columns=columns)
         elif is_file:
@@ -261,13 +253,9 @@ class TextReader:
         name = first_match(self.names(), value)
         return name is not None and isinstance(value[name], str)
 
-    def may_read(self, column):
-        """Whether a column may be the one with the text."""
-        return first_match(self.names(), [column]) is not None
-
-    def columns(self, row, where):
-        """The columns to read from a table with this row. Raises Unusable."""
-        return [self.find_field(row, where)]
+    def columns(self, names):
+        """The columns to read of a table: those that may have the text, or all, to list them."""
+        return [name for name in names if first_match(self.names(), [name])] or names
 
     def find_field(self, row, where):
         """The name of the text field in a row. Raises Unusable if there is none."""

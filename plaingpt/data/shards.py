@@ -9,6 +9,7 @@ import shutil
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,12 +19,13 @@ from plaingpt.core.dataset import (
     TOKEN_FILES,
     UNFINISHED,
     Dataset,
+    describes_own_files,
     holds_tokens,
     mask_name,
     open_dataset,
     read_meta,
 )
-from plaingpt.core.token_files import IN_LOSS, dtype_name, may_hold_own_ids
+from plaingpt.core.token_files import IN_LOSS, dtype_name
 from plaingpt.data.inspection import find_damage, print_report
 from plaingpt.data.overlap import compare_splits
 from plaingpt.system.errors import UserError
@@ -32,6 +34,14 @@ from plaingpt.system.files import locked, read_json, sha256_of, sync, write_json
 # Fingerprints of the input in a command. If they differ, the same command starts over.
 FINGERPRINTS = {'identity', 'tokenizer_sha256'}
 PROGRESS_VERSION = 2  # 1.0 divided text into other pieces
+
+
+class Job(NamedTuple):
+    """A dataset that is being written."""
+
+    folder: Path  # for unfinished files
+    command: dict  # everything that determines the tokens; `source` in meta.json
+    progress: dict  # from an interrupted run, or {}: see read_progress
 
 
 @dataclass
@@ -129,27 +139,36 @@ def write_meta(folder, dtype, tokenizer, splits, command):
     write_json(folder / 'meta.json', meta)
 
 
-def write_progress(folder, command, **progress):
-    write_json(folder / 'progress.json',
-               {'version': PROGRESS_VERSION, 'command': command, **progress})
+def write_progress(job, **progress):
+    write_json(job.folder / 'progress.json',
+               {'version': PROGRESS_VERSION, 'command': job.command, **progress})
 
 
-def read_progress(folder, command):
-    """The progress of the same command, or {}; then the folder is emptied."""
+def read_progress(folder, command, overwrite):
+    """The progress of the same command, or {}; then the folder is emptied. Raises UserError if
+    another command left its progress, unless `overwrite`."""
     path = folder / 'progress.json'
     progress = read_json(path) if path.exists() else {}
     if (progress.get('version'), progress.get('command')) == (PROGRESS_VERSION, command):
         return progress
     if progress:
+        check_command(folder, progress['command'], command, overwrite)
         print(f'{folder}: deleted the partial output of another command, text or version; '
               'starting over')
-    empty(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     return {}
 
 
-def empty(folder):
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+def check_command(folder, existing, command, overwrite):
+    """Raises UserError if another command wrote the files in `folder`, unless `overwrite`."""
+    differences = [f'{key} {existing.get(key, "none")}, not {command.get(key, "none")}'
+                   for key in {**command, **existing}
+                   if key not in FINGERPRINTS and existing.get(key) != command.get(key)]
+    if differences and not overwrite:
+        raise UserError(f'{folder} holds the output of another command '
+                        f'({", ".join(differences[:3])}); choose another folder with --data_dir, '
+                        'or replace it with --overwrite')
 
 
 def publish(folder):
@@ -160,6 +179,7 @@ def publish(folder):
     files = [file for split in meta['splits'].values() for file in split['files']]
     names = [file['name'] for file in files]
     names += [mask_name(file['name']) for file in files if 'mask_sha256' in file]
+    (unfinished / 'progress.json').unlink(missing_ok=True)
     # From here on, a crash leaves the folder marked as unfinished.
     (folder / 'meta.json').unlink(missing_ok=True)
     for path in folder.glob('*.bin'):
@@ -183,23 +203,13 @@ def is_up_to_date(folder, command, overwrite):
         return False
     try:
         existing = read_meta(path)['source']
-    except UserError as problem:  # damaged, or of a newer version
-        own_ids = may_hold_own_ids(folder)
-        if overwrite and not own_ids:
-            return False
-        hint = 'choose another folder with --data_dir'
-        if not own_ids:
-            hint += f', or replace the files of {folder} with --overwrite'
-        raise UserError(f'{problem}; or {hint}') from None
-    if existing.get('corpus') == 'ids' and 'identity' not in existing:  # not made from rows
+    except UserError as problem:  # damaged, or of a newer version: the files may be anyone's
+        raise UserError(f'{problem}; choose another folder with --data_dir, or delete {folder} '
+                        'first') from None
+    if describes_own_files(existing):
         raise UserError(f'{folder} holds your own ids, which prepare.py does not replace; choose '
                         'another folder with --data_dir')
-    differences = [f'{key} {existing.get(key, "none")}, not {command.get(key, "none")}'
-                   for key in {**command, **existing}
-                   if key not in FINGERPRINTS and existing.get(key) != command.get(key)]
-    if differences and not overwrite:
-        raise UserError(f'{folder} holds another dataset ({", ".join(differences[:3])}); choose '
-                        'another folder with --data_dir, or replace it with --overwrite')
+    check_command(folder, existing, command, overwrite)
     if existing != command:
         print(f'{folder}: preparing the data again, as the command or the input has changed')
         return False
@@ -207,9 +217,9 @@ def is_up_to_date(folder, command, overwrite):
 
 
 def write_dataset(folder, command, overwrite, write):
-    """Call `write` with a folder for unfinished files, move its output to `folder`, and print a
-    report. Nothing is written if `folder` is up to date. `folder` is locked meanwhile. A failure
-    before the first checkpoint of the progress leaves no files. Raises UserError."""
+    """Call `write` with a Job, move its output to `folder`, and print a report. Nothing is written
+    if `folder` is up to date. `folder` is locked meanwhile. A failure before the first checkpoint
+    of the progress leaves no files. Raises UserError."""
     unfinished = folder / UNFINISHED
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -218,11 +228,9 @@ def write_dataset(folder, command, overwrite, write):
             if (unfinished / 'meta.json').exists():  # complete, but interrupted before publish
                 publish(folder)
             if is_up_to_date(folder, command, overwrite):
-                shutil.rmtree(unfinished, ignore_errors=True)
                 print(f'{folder} is up to date (same command, checksums verified)')
             else:
-                unfinished.mkdir(exist_ok=True)
-                write(unfinished)
+                write(Job(unfinished, command, read_progress(unfinished, command, overwrite)))
                 publish(folder)
             print_report(open_dataset(folder))
     finally:

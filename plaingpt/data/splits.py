@@ -7,17 +7,17 @@ Where a few files form one text, these are whole files. The end of one long text
 import math
 from contextlib import closing
 
-from plaingpt.data.documents import hash_of
+from plaingpt.data.documents import Piece, hash_of
 
 VAL_CHARS = 4_000_000  # about a million tokens: enough for a precise loss on any corpus
 MAX_SHARE = 0.5  # of the text of few documents that may be held out
 
 
 def assign_splits(source, options, document_end=''):
-    """Yield (split, text, new_document) for the pieces of a source. document_end: the text that
-    ends each document, for tokenizers without an end-of-text token."""
+    """Yield the pieces of a source with their splits. document_end: the text that ends each
+    document, for tokenizers without an end-of-text token."""
     if source.has_val_split:
-        pieces = ((piece.split, piece.text, piece.new_document) for piece in source.pieces())
+        pieces = source.pieces()
     elif source.reader.is_divisible and source.survey.is_complete \
             and len(source.survey.documents) == 1:
         pieces = split_tail(source, options)
@@ -41,7 +41,7 @@ def split_by_hash(source, options):
                 split = 'val'
         if split == 'val':
             val_chars += len(text)
-        yield split, text, new_document
+        yield Piece(text, new_document, split)
 
 
 def select_documents(source, fraction):
@@ -95,9 +95,9 @@ def split_tail(source, options):
             elif options.cut_at_line:
                 cut = find_line(text, cut)
             if cut:
-                yield 'train', text[:cut], new_document
+                yield Piece(text[:cut], new_document, 'train')
             split, text, new_document = 'val', text[cut:], True
-        yield split, text, new_document
+        yield Piece(text, new_document, split)
         position += len(text)
 
 
@@ -111,8 +111,8 @@ def find_line(text, index):
 def as_one_document(pieces):
     """Only the first piece of each split begins a document."""
     started = set()
-    for split, text, _ in pieces:
-        yield split, text, split not in started
+    for text, _, split in pieces:
+        yield Piece(text, split not in started, split)
         started.add(split)
 
 
@@ -121,12 +121,11 @@ def append_document_ends(pieces, end):
     previous = None  # its document may continue
     for piece in pieces:
         if previous:
-            yield with_end(previous, end) if piece[2] else previous
+            yield with_end(previous, end) if piece.new_document else previous
         previous = piece
     if previous:
         yield with_end(previous, end)
 
 
 def with_end(piece, end):
-    split, text, new_document = piece
-    return split, text if text.endswith(end) else text + end, new_document
+    return piece if piece.text.endswith(end) else piece._replace(text=piece.text + end)

@@ -5,7 +5,7 @@ import json
 import math
 import re
 from contextlib import closing
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 
 from plaingpt.core.dataset import dataset_folder, open_dataset
@@ -85,20 +85,14 @@ def check_round_trip(tokenizer, source):
             text, _ = join_surrogates(piece.text)
             decoded = tokenizer.decode(tokenizer.encode(text))
             if decoded != text:
-                start = max(0, first_difference(text, decoded) - 10)
+                pairs = enumerate(zip_longest(text, decoded))
+                start = max(0, next(i for i, (a, b) in pairs if a != b) - 10)
                 raise UserError('the tokenizer does not round-trip this text: '
                                 f'{text[start:start + 40]!r} becomes '
                                 f'{decoded[start:start + 40]!r}; choose another --tokenizer')
             checked += len(text)
             if checked >= CHECKED_CHARS:
                 return
-
-
-def first_difference(text, other):
-    """The index of the first character in which two different texts differ."""
-    for i, (a, b) in enumerate(zip_longest(text, other)):
-        if a != b:
-            return i
 
 
 def is_tokenizer_name(name):
@@ -121,19 +115,19 @@ def checksum(tokenizer):
 
 def train_tokenizer(name, source):
     """The tokenizer of a name in NAMES or 'auto', trained on a source. Raises UserError."""
-    texts = ()
     if name == 'auto':
         name = f'bpe:{choose_vocab_size(source.total)}'
         print(f'tokenizer: {name}, by the size of the text ({count_of(source.total, "byte")}); '
               'alternatives: --tokenizer=gpt2, bpe:N, char or byte')
     if name.startswith('bpe'):
         print(f'training the {name} tokenizer')
-        texts = sample(source)
-    elif name == 'char':
-        texts = read_texts(source, 'collecting characters')
-        if not source.is_continuous:
-            texts = chain(texts, ['\n'])  # ends each document
-    return make_tokenizer(name, texts)
+        return train_bpe(sample(source), int(name.partition(':')[2] or BPE_VOCAB_SIZE))
+    if name == 'char':
+        chars = set() if source.is_continuous else {'\n'}  # ends each document
+        for text in read_texts(source, 'collecting characters'):
+            chars.update(text)
+        return ListTokenizer(sorted(chars))
+    return tokenizers.from_json({'kind': name})
 
 
 def choose_vocab_size(size):
@@ -141,18 +135,6 @@ def choose_vocab_size(size):
     more text."""
     exponent = 11 + math.log10(max(size, 1) / 1e6)
     return 2 ** min(max(round(exponent), 9), 15)
-
-
-def make_tokenizer(name, texts):
-    """The tokenizer of a name in NAMES; char and bpe are trained on `texts`. Raises UserError."""
-    if name == 'char':
-        chars = set()
-        for text in texts:
-            chars.update(text)
-        return ListTokenizer(sorted(chars))
-    if name.startswith('bpe'):
-        return train_bpe(texts, int(name.removeprefix('bpe').lstrip(':') or BPE_VOCAB_SIZE))
-    return tokenizers.from_json({'kind': name})
 
 
 def train_bpe(texts, vocab_size):

@@ -8,14 +8,14 @@ from sample_data import CHAT
 
 from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS
 from plaingpt.data.conversations import ConversationReader
-from plaingpt.data.documents import Files
+from plaingpt.data.documents import Files, ReadOptions
 from plaingpt.system.errors import UserError
 
 SPECIAL = dict(zip(range(257, 262), SPECIAL_TOKENS, strict=True))
 
 
 def read(path, columns=(), strict=True):
-    source = Files([path], str(path), ConversationReader(columns), strict=strict)
+    source = Files([path], str(path), ConversationReader(columns), ReadOptions(strict=strict))
     messages = [json.loads(piece.text) for piece in source.pieces()]
     source.report()
     return messages
@@ -38,65 +38,39 @@ def said(*messages, key='messages'):
     return {key: list(messages)}
 
 
-def marked(messages):
-    """Messages as one text of their tokens; ^ below those in the loss."""
-    ids, loss_mask = CHAT.encode_conversation(messages)
-    names = [SPECIAL[i][2].upper() if i in SPECIAL else chr(i) for i in ids.tolist()]
-    return ''.join(names), ''.join(' ^'[in_loss] for in_loss in loss_mask.tolist())
-
-
-# The special tokens by their second letters: C opens a conversation, S, U and A a message; E ends
-# one. A row, its tokens, and below them what is in the loss.
-FORMS = {
-    'messages': ({'messages': [{'role': 'system', 'content': 'be'},
-                               {'role': 'user', 'content': 'hi'},
-                               {'role': 'assistant', 'content': 'yo'},
-                               {'role': 'user', 'content': 'so'},
-                               {'role': 'assistant', 'content': 'no'}]},
-                 'CSbeEUhiEAyoEUsoEAnoE',
-                 '          ^^^     ^^^'),
-    'sharegpt': ({'conversations': [{'from': 'system', 'value': 'be'},
-                                    {'from': 'human', 'value': 'hi'},
-                                    {'from': 'gpt', 'value': 'yo'}]},
-                 'CSbeEUhiEAyoE',
-                 '          ^^^'),
-    'alpaca': ({'instruction': 'add', 'input': '1 2', 'output': '3'},
-               'CUadd\n\n1 2EA3E',
-               '            ^^'),
-    'completion': ({'prompt': 'add', 'completion': ' 3'}, 'CUaddEA 3E', '       ^^^'),
-    'weight 0': (said(user(), assistant('no', weight=0), user(), assistant()),
-                 'CUhiEAnoEUhiEAyoE',
-                 '              ^^^')}
-
-
-@pytest.mark.parametrize('form', FORMS)
-def test_the_loss_of_each_form_is_over_its_answers(form, tmp_path):
-    row, tokens, loss_mask = FORMS[form]
-    [messages] = read(written(tmp_path / 'a.jsonl', row))
-    assert marked(messages) == (tokens, loss_mask)
-
-
 SYSTEM, HI, YO = {'role': 'system', 'content': 'be'}, user(), assistant()
+
+
+def test_the_loss_is_over_the_replies_that_count():
+    ids, loss_mask = CHAT.encode_conversation([SYSTEM, HI, assistant('no', weight=0), HI, YO])
+    # The special tokens by their second letters: C opens a conversation, S, U and A a message.
+    names = [SPECIAL[i][2].upper() if i in SPECIAL else chr(i) for i in ids.tolist()]
+    assert ''.join(names) == 'CSbeEUhiEAnoEUhiEAyoE'
+    assert ''.join(' ^'[in_loss] for in_loss in loss_mask.tolist()) == '                  ^^^'
+
+
 PLAIN, WITH_SYSTEM = [HI, YO], [SYSTEM, HI, YO]
 # rows as people write them → the conversation in them
 AS_WRITTEN = [
     (said(HI, YO, key='Messages'), PLAIN),
-    ({'Question': 'hi', ' ANSWER': 'yo', 'id': 7}, PLAIN),
-    ([HI, YO], PLAIN), ({'messages': ['hi', 'yo']}, PLAIN),
-    ({'messages': json.dumps([HI, YO])}, PLAIN),
+    ({'conversations': [{'from': 'human', 'value': 'hi'}, {'from': 'gpt', 'value': 'yo'}]}, PLAIN),
+    *(({prompt: 'hi', ' ' + completion.upper(): 'yo', 'id': 7}, PLAIN) for prompt, completion in (
+        ('prompt', 'completion'), ('question', 'answer'), ('query', 'response'),
+        ('input', 'output'), ('instruction', 'output'))),
+    ([HI, YO], PLAIN), ({'messages': json.dumps([HI, YO])}, PLAIN),
     (said(user([{'type': 'text', 'text': 'h'}, {'type': 'text', 'text': 'i'}]), YO), PLAIN),
     (said({'role': 'Human', 'content': 'hi'}, {'role': 'bot', 'content': 'yo'}), PLAIN),
     (said({'role': 'developer', 'content': 'be'}, HI, {'role': 'model', 'content': 'yo'}),
      WITH_SYSTEM),
-    (said(HI, {**YO, 'weight': 1, 'reasoning_content': 'why', 'tool_calls': []}), PLAIN),
+    (said({'role': 'system', 'content': ''}, HI, {**YO, 'weight': 1, 'tool_calls': []}), PLAIN),
     ({'system': 'be', 'conversations': [HI, YO]}, WITH_SYSTEM),
     ({'prompt': [SYSTEM, HI], 'completion': [YO]}, WITH_SYSTEM),
-    ({'prompt': [HI], 'completion': 'yo'}, PLAIN),
     ({'instruction': 'so', 'input': 'x', 'output': 'no', 'history': [['hi', 'yo']]},
      [*PLAIN, user('so\n\nx'), assistant('no')]),
-    ({'system_prompt': 'be', 'instruction': 'hi', 'input': '', 'output': 'yo'}, WITH_SYSTEM),
-    ({'question': 'so', 'context': 'x', 'answer': 'no'}, [user('so\n\nx'), assistant('no')]),
-    ({'prompt': [HI, YO, HI], 'completion': [YO]}, [HI, {**YO, 'weight': 0}, HI, YO])]
+    ({'system': 'be', 'instruction': 'hi', 'input': '', 'output': 'yo', 'history': '[]'},
+     WITH_SYSTEM),
+    *(({'prompt': [HI, YO, HI], 'completion': reply}, [HI, {**YO, 'weight': 0}, HI, YO])
+      for reply in ('yo', [YO], [HI, YO, HI, YO]))]
 
 
 @pytest.mark.parametrize(('row', 'conversation'), AS_WRITTEN, ids=range(len(AS_WRITTEN)))
@@ -110,37 +84,34 @@ def test_a_parquet_column_of_messages_is_read(tmp_path):
     assert read(tmp_path / 'a.parquet') == [PLAIN]
 
 
-def test_columns_can_be_named_in_any_case(tmp_path):
-    path = tmp_path / 'a.csv'
-    path.write_text('Q,prompt,context,a\nhi,x,y,yo\n')
-    assert read(path, ('q', 'A')) == [PLAIN]
+@pytest.mark.parametrize(('row', 'columns'), [
+    ({'Q': 'hi', 'prompt': 'x', 'context': 'y', 'a': 'yo'}, ('q', 'A')),
+    ({'prompt': 'hi', 'chosen': [HI, YO], 'rejected': [HI, assistant('no')]},
+     ('prompt', 'chosen'))])
+def test_columns_can_be_named_in_any_case(row, columns, tmp_path):
+    assert read(written(tmp_path / 'a.jsonl', row), columns) == [PLAIN]
 
 
 CALL = {'id': 'a', 'type': 'function', 'function': {'name': 'f', 'arguments': '{}'}}
 IMAGE = {'type': 'image_url', 'image_url': {'url': 'x'}}
+COLUMNS = '--prompt and --completion'
 UNUSABLE = [  # a second row, and the word by which its author finds the problem
-    (said({'content': 'hi'}, YO), 'message 1'),
+    *(({names: 'a', 'more': 'b'}, COLUMNS) for names in ('prompt', 'text', 'dialogue', 'output')),
+    ({'prompt': 'hi', 'chosen': 'yo', 'rejected': 'no'}, COLUMNS),
+    ({'instruction': 'a', 'response': 'b'}, COLUMNS), ({'user': 'a', 'assistant': 'b'}, COLUMNS),
+    (said({'content': 'hi'}, YO), 'message 1'), (said({'role': 'user'}, YO), 'message 1'),
     (said(HI, {'role': 'narrator', 'content': 'x'}), 'narrator'),
     (said(HI, YO, {'role': 'tool', 'content': 'x'}), 'message 3'),
     (said(HI, assistant(tool_calls=[CALL])), 'tool'),
-    (said(HI, assistant('', reasoning_content='why')), 'thinking'),
-    ({'prompt': 'hi', 'chosen': 'yo', 'rejected': 'no'}, 'preference'),
-    ({'prompt': 'hi', 'completion': 'yo', 'label': False}, 'label'),
-    (said(user(' \n\t'), YO), 'message 1'),
-    (said(user([IMAGE]), YO), 'message 1'),
-    (said(HI, assistant(weight=0.5)), 'message 2'),
-    (said(HI, assistant(weight=0)), 'reply'),
-    (said(), 'messages'), ({'messages': 'hi'}, 'messages'), ({'messages': None}, 'messages'),
-    ({'messages': 5}, 'messages'), ({'Conversation': 'hi'}, 'Conversation'),
-    ({'messages': {'role': ['user', 'assistant'], 'content': ['hi']}}, 'role'),
-    ({'messages': {}}, '{}'), ({'messages': HI}, 'list'), ({'messages': ['hi']}, 'reply'),
-    (said({'role': 'user'}, YO), 'message 1: no content'), (said(HI, 'yo'), 'message 2'),
-    (said(user(['h', 'i']), YO), 'message 1'),
-    (said(SYSTEM, SYSTEM, HI, YO), 'system'),
-    (said(YO, HI, YO), 'assistant'),
+    (said(HI, assistant('', reasoning_content='why')), 'message 2'),
+    (said(user(' \n\t'), YO), 'message 1'), (said(user([IMAGE]), YO), 'message 1'),
+    (said(HI, 'yo'), 'message 2'), (said(HI, assistant(weight=0.5)), 'message 2'),
+    (said(HI, assistant(weight=0)), 'reply'), (said(HI), 'reply'), (said(), 'messages'),
+    *(({'messages': value}, 'list') for value in ('hi', None, 5, {}, HI)),
+    (said(SYSTEM, SYSTEM, HI, YO), 'system'), (said(YO, HI, YO), 'assistant'), ('hi', '"hi"'),
     ({'instruction': 'a', 'output': 7}, 'output'),
-    ({'instruction': 'a', 'input': 'b'}, '--prompt'),
-    ({'text': '### Human: hi'}, '--completion')]
+    *(({'instruction': 'a', 'output': 'b', 'history': history}, 'history')
+      for history in (['hi', 'yo'], [['hi']], [['hi', None]]))]
 
 
 @pytest.mark.parametrize(('row', 'word'), UNUSABLE, ids=range(len(UNUSABLE)))
@@ -155,7 +126,7 @@ def test_an_unusable_row_is_an_error_with_its_line(row, word, tmp_path):
 
 
 def test_a_few_unusable_rows_are_left_out(tmp_path, capsys):
-    rows = [said(HI, YO)] * 996 + [UNUSABLE[2][0]] * 4
+    rows = [said(HI, YO)] * 996 + [said(HI, {'role': 'tool', 'content': 'x'})] * 4
     assert len(read(written(tmp_path / 'a.jsonl', *rows), strict=False)) == 996
     line, = capsys.readouterr().out.splitlines()
     for word in ('4 of 1,000', 'line 997', 'line 999'):

@@ -174,6 +174,7 @@ REFUSED = [  # a file, its bytes, and what the line has beside its name
     ('a.jsonl', b'\n{"text": "one', ['line 2']),
     ('a.json', b'[{"text": "one"},\n{"text": }]', ['line 2 column 10']),
     ('a.csv', b'id,text\n\n1,"a\nb"\n2,c,d\n', ['line 5']),
+    ('a.csv', b'id,text\n1,"a" b\n', ['line 2']), ('mac.csv', b'id,text\r1,a\r', ['line 1']),
     ('a.csv', b'id,body\n1,one\n', ['line 2', "'body'", '--text_field']),
     ('faq.csv', b'Question,Answer\nhi,yo\n', ['line 2', "'Question'", 'prepare.py chat']),
     ('a.jsonl', b'{"messages": [{"role": "user", "content": "hi"}]}', ['prepare.py chat']),

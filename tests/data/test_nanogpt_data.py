@@ -1,6 +1,5 @@
 """nanoGPT's folders: their meta.pkl is read without running anything, and nothing is written."""
 
-import json
 import pickle
 from collections import OrderedDict
 
@@ -15,7 +14,7 @@ import prepare
 import sample
 import train
 from plaingpt.core.dataset import open_dataset
-from plaingpt.data.tokenizers import ListTokenizer, from_json
+from plaingpt.data.tokenizers import ListTokenizer
 from plaingpt.system.errors import UserError
 
 
@@ -98,21 +97,6 @@ def write_meta_pkl(folder, meta):
 def test_words_in_a_meta_pkl_make_a_tokenizer(meta, tmp_path):
     write_meta_pkl(tmp_path, meta)
     assert open_dataset(tmp_path).tokenizer_json() == ListTokenizer(WORDS).to_json()
-
-
-def test_words_are_separated_by_spaces():
-    tokenizer = ListTokenizer(WORDS)
-    assert tokenizer.encode('e4 Nf3\nd  e4').tolist() == [0, 1, 3, 2, 0]
-    assert tokenizer.decode([0, 1, 3, 2, 0]) == 'e4 Nf3\nd e4'
-    with pytest.raises(UserError, match="'x'"):
-        tokenizer.encode('e4 x')
-
-
-def test_with_a_space_among_the_tokens_the_longest_match():
-    tokenizer = ListTokenizer(['a', 'ab', ' ', 'b', '<unk>'])
-    assert tokenizer.encode('abb a?').tolist() == [1, 3, 2, 0, 4]
-    assert tokenizer.decode([1, 3, 2, 0, 4]) == 'abb a<unk>'
-    assert from_json(json.loads(json.dumps(tokenizer.to_json()))).tokens == tokenizer.tokens
 
 
 # -----------------------------------------------------------------------------

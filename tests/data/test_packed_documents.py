@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from runs import TINY, lines
 
 import evaluate
@@ -63,15 +62,6 @@ def test_a_sequence_holds_whole_documents_that_each_end_then_padding(tmp_path):
     assert targets == [a, b, c, EOT, d, e, -1, f, EOT, -1, -1]
 
 
-def test_documents_that_fit_are_never_split(data):
-    loader = loader_of(data)
-    text = [token for row in rows_of(loader)[0] for token in [*row, EOT]]
-    decoded = ''.join(chr(token) if token != EOT else '\n' for token in text)
-    ids = loader.stream.read(0, len(loader.stream))
-    documents = ''.join(chr(token) if token != EOT else '\n' for token in ids).split('\n')[1:]
-    assert sorted(filter(None, decoded.split('\n'))) == sorted(documents)
-
-
 @pytest.mark.parametrize('tokenizer', ['byte', 'char'])
 @pytest.mark.parametrize('block_size', [1, 2, 3, 8, 9, 10, 64, 2000])
 def test_each_token_is_predicted_once_from_the_token_before_it(tokenizer, block_size, tmp_path):
@@ -99,22 +89,6 @@ def test_another_piece_of_a_long_document_starts_like_a_document(tmp_path):
     # f is a target of the first piece, and g is predicted from it
     assert rows == [([EOT, f, g, h, EOT, EOT], [-1, g, h, -1, -1, -1]),
                     ([EOT, a, b, c, d, e], [a, b, c, d, e, f])][::-1]
-
-
-def test_processes_share_the_steps_of_one(data):
-    whole = loader_of(data, batch_size=6, seed=3)
-    for size in (1, 2, 3):
-        shares = [loader_of(data, batch_size=1, micro_steps=6 // size, rank=rank,
-                            world_size=size, seed=3) for rank in range(size)]
-        for step in (0, 40):
-            idx, targets, _ = whole.train_batch(step, 0)
-            parts = [shares[rank].train_batch(step, micro)
-                     for micro in range(6 // size) for rank in range(size)]
-            assert torch.equal(torch.cat([part[0] for part in parts]), idx)
-            assert torch.equal(torch.cat([part[1] for part in parts]), targets)
-            for _, mine, weight in parts:
-                assert weight == pytest.approx(
-                    size * (mine != -1).sum().item() / (targets != -1).sum().item())
 
 
 @pytest.mark.parametrize('settings', [[], ['--document_attention=True', '--check=overfit']])

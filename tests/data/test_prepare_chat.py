@@ -11,7 +11,6 @@ from sample_data import ask
 
 import prepare
 from plaingpt.core.dataset import open_dataset, open_dataset_spec
-from plaingpt.data.chat_tokenizer import SPECIAL_TOKENS
 from plaingpt.data.inspection import inspect
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import sha256_of
@@ -73,12 +72,6 @@ def test_a_loss_mask_is_beside_each_shard(dataset):
             names |= {file['name'], mask}
             assert sha256_of(f'data/chat/{mask}') == file['mask_sha256']
     assert {*os.listdir('data/chat')} == names
-
-
-def test_a_bpe_is_trained_on_what_is_said():
-    tokenizer = prepare_chat(tokenizer='bpe:270').tokenizer()
-    assert tokenizer.vocab_size == 270 + len(SPECIAL_TOKENS)
-    assert tokenizer.encode(' Please').size == 1
 
 
 def test_a_tokenizer_learns_from_what_is_said_alone():

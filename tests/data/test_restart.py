@@ -32,7 +32,7 @@ def command(rows, folder, *options):
 
 
 @pytest.mark.parametrize(('shard_tokens', 'step'), [
-    (10**6, 1), (40_000, 3), pytest.param(40_000, 1, marks=pytest.mark.slow)])
+    (10**6, 3), (40_000, 3), pytest.param(40_000, 1, marks=pytest.mark.slow)])
 def test_killed_between_any_two_changes_of_the_disk_it_writes_the_same(
         shard_tokens, step, rows, tmp_path):
     """And what was in the folder before is whole or gone, at each of these moments."""
@@ -83,8 +83,8 @@ def test_an_unfinished_dataset_is_not_trained_on(rows, tmp_path):
         open_dataset(tmp_path / 'd')
 
 
-@pytest.mark.parametrize(('options', 'new_row'), [(['--val_fraction=0.2'], ''),
-                                                  ([], '{"text": "new"}\n')])
+@pytest.mark.parametrize(('options', 'new_row'), [
+    (['--val_fraction=0.2', '--overwrite'], ''), ([], '{"text": "new"}\n')])
 def test_what_another_command_left_is_not_mixed_in(options, new_row, rows, tmp_path):
     path = shutil.copy(rows, tmp_path / 'in.jsonl')
     assert killed(20, command(path, tmp_path / 'd'), tmp_path / 'd') == 9
@@ -92,6 +92,22 @@ def test_what_another_command_left_is_not_mixed_in(options, new_row, rows, tmp_p
     for name in 'd', 'clean':
         prepare.main(command(path, tmp_path / name, *options))
     assert contents(tmp_path / 'd') == contents(tmp_path / 'clean')
+
+
+@pytest.mark.parametrize('is_complete', [False, True])
+def test_the_unfinished_output_of_another_command_is_kept(
+        is_complete, rows, tmp_path, capsys, monkeypatch):
+    folder = tmp_path / 'd'
+    if is_complete:
+        prepare.main(command(rows, folder))
+    assert killed(20, command(rows, folder, '--val_fraction=0.2', '--overwrite'), folder) == 9
+    before = contents(folder / 'unfinished')
+    if is_complete:  # and up to date
+        prepare.main(command(rows, folder))
+    else:
+        line = fails(capsys, monkeypatch, prepare.main, *command(rows, folder))
+        assert 'val_fraction' in line and '--overwrite' in line
+    assert contents(folder / 'unfinished') == before
 
 
 def test_what_version_1_0_left_is_not_continued(rows, tmp_path):
@@ -107,10 +123,12 @@ def test_what_version_1_0_left_is_not_continued(rows, tmp_path):
     assert contents(tmp_path / 'd') == contents(tmp_path / 'clean')
 
 
-def test_the_same_command_again_does_nothing(rows, tmp_path, capsys):
-    prepare.main(command(rows, tmp_path / 'd'))
+def test_the_same_command_again_does_nothing(rows, tmp_path):
+    shutil.copy(rows, 'in.jsonl')
+    prepare.main(command('in.jsonl', tmp_path / 'd'))
     before = (tmp_path / 'd/meta.json').stat().st_mtime_ns
-    prepare.main(command(rows, tmp_path / 'd'))
+    for same in 'in.jsonl', './in.jsonl', './/in.jsonl ':
+        prepare.main(command(same, tmp_path / 'd'))
     assert (tmp_path / 'd/meta.json').stat().st_mtime_ns == before
 
 

@@ -71,6 +71,12 @@ def test_kept_as_text_the_token_separates_nothing(tmp_path):
     assert all_documents(tmp_path / 'd') == sorted(lines)
 
 
+def test_a_carriage_return_alone_ends_no_line(tmp_path):
+    Path('a.txt').write_bytes(b'one\rtwo\r\nthree\n' + b'four\n' * 20)
+    prepared(tmp_path / 'd', 'text', 'a.txt', '--documents=line')
+    assert all_documents(tmp_path / 'd') == [*20 * ['four'], 'one\rtwo', 'three']
+
+
 @pytest.mark.parametrize('tokenizer', ['byte', 'char'])
 def test_paragraphs_are_documents(tokenizer, tmp_path):
     tunes = [f'X:{i}\nK:C\nCDEF {i % 7}|' for i in range(40)]

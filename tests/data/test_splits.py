@@ -15,6 +15,13 @@ from plaingpt.data.rows import TextReader
 TEXTS = [f'document {i} of the web' for i in range(1000)]
 
 
+def test_a_folder_of_the_hubs_layout_has_other_splits(tmp_path, capsys):
+    for name in 'train', 'validation':
+        write_parquet(tmp_path / f'hub/{name}.parquet', TEXTS)
+    prepared(tmp_path / 'd', 'hf', tmp_path / 'hub')
+    assert 'validation' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(('options', 'word'), [
     (['--split=train[:50%]'], 'train[:50%]'), (['--split=nope'], 'nope'),
     (['--val_fraction=1.5'], 'val_fraction')])
@@ -46,7 +53,8 @@ class Pieces(Source):
 def assigned(pieces, fraction, is_continuous=False, cut_at_line=True):
     """[(split, text, new_document)] of a source of these pieces."""
     options = SimpleNamespace(val_fraction=fraction, max_val_chars=10**9, cut_at_line=cut_at_line)
-    return [*splits.assign_splits(Pieces(pieces, is_continuous), options)]
+    return [(split, text, new_document) for text, new_document, split
+            in splits.assign_splits(Pieces(pieces, is_continuous), options)]
 
 
 def sides(texts, fraction):
@@ -107,8 +115,8 @@ def test_copies_are_on_the_same_side_whatever_the_limit():
     options = SimpleNamespace(val_fraction=0.1, max_val_chars=200, cut_at_line=True)
     pieces = [Piece(text, True) for text in [*TEXTS, *TEXTS]]
     sides = {'train': set(), 'val': set()}
-    for split, text, _ in splits.assign_splits(Pieces(pieces), options):
-        sides[split].add(text)
+    for piece in splits.assign_splits(Pieces(pieces), options):
+        sides[piece.split].add(piece.text)
     assert sides['val']
     assert not sides['val'] & sides['train']
 

@@ -3,12 +3,11 @@ the answers are ours. test_llama_cpp.py has the same for llama.cpp."""
 
 import pytest
 from foreign_models import in_transformers, shaken
-from sample_data import CHAT, ask
+from sample_data import CHAT, ask, make_tokenizer
 from test_gguf import QWEN3, learned
 
 import plaingpt
 from plaingpt.data.chat_tokenizer import ChatTokenizer
-from plaingpt.data.tokenizer_choice import make_tokenizer
 from plaingpt.inference.generation import generate
 from plaingpt.inference.hf_export import write_hf
 

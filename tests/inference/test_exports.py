@@ -13,7 +13,7 @@ from foreign_models import STRANGE, in_transformers, opened, shaken, tokens
 from processes import ROOT, fails
 from runs import TINY, same_logits
 from safetensors.torch import load_file, save_file
-from sample_data import CHAT
+from sample_data import CHAT, make_tokenizer
 
 import export
 import train
@@ -21,7 +21,6 @@ from configurator import load_config
 from model import GPT, GPTConfig
 from plaingpt.core.settings import TrainConfig
 from plaingpt.data import tokenizers
-from plaingpt.data.tokenizer_choice import make_tokenizer
 from plaingpt.inference import open_weights
 from plaingpt.inference.generation import check_cache, generate
 from plaingpt.inference.gguf_export import write_gguf

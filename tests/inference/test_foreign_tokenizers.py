@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from chat_templates import CHATML
 from foreign_models import KINDS, STRANGE, THINKING, save_gpt2, save_model, save_tokenizer
 from processes import fails
 from sample_data import ask
@@ -111,6 +112,9 @@ CHANGING = THINKING.replace("* (message", "* (loop.last and message")  # earlier
 
 @pytest.mark.parametrize('template', [
     '{% for', '{{ messages[99].content }}', CHANGING,
+    CHATML.partition('{% if add')[0],  # without a header for the reply
+    CHATML.replace("'<|im_end|>' + '\n'", "'\n'"),  # a reply has no end
+    ''.join(CHATML.split("'<|im_end|>' + ")) + '{{ eos_token }}',
     "{{ cycler.__init__.__globals__.os.system('touch hacked') }}"])
 def test_a_template_that_cannot_be_used_is_replaced(template, tmp_path, capsys):
     save_tokenizer(tmp_path, 'smollm2', TEXTS)
@@ -233,9 +237,6 @@ def test_a_model_without_a_tokenizer_says_that_gpt2s_is_used(tmp_path, capsys):
 
 BROKEN = {
     'a merge without its token': {'merges.txt': 'Z Z Z'}, 'no object': {'vocab.json': '[]'},
-    'not a byte-level BPE': {'vocab.json': {'日': 0, 'a</w>': 1}, 'merges.txt': ''},
-    'two tokens with an id': {'added_tokens.json': {'<|user|>': 5}},
-    'a token with two ids': {'added_tokens.json': {'a': 400}},
     'more tokens than the model': {'added_tokens.json': {'<|user|>': 600}}}
 
 

@@ -9,11 +9,9 @@ from contextlib import closing
 import pytest
 import torch
 from foreign_models import STRANGE, shaken
-from sample_data import CHAT
+from sample_data import CHAT, make_tokenizer
 from test_chat_export import ANSWER, KNOWN_BY_HEART, model  # noqa: F401  (model is a fixture)
 from test_gguf import LLAMA, QWEN3, learned, written
-
-from plaingpt.data.tokenizer_choice import make_tokenizer
 
 pytestmark = pytest.mark.slow
 

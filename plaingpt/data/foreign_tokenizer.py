@@ -104,7 +104,14 @@ def gpt2_tokenizer_json(folder, tokenizer_config):
             added[name]['special'] = True
         elif name in vocab:
             added[name] = added_token(vocab[name], **token)
-    all_ids = vocab | {name: token['id'] for name, token in added.items()}
+    ids = {name: token['id'] for name, token in added.items()}
+    if not {*''.join(vocab.keys() - ids)} <= BYTES.keys():
+        raise ValueError('vocab.json: not a byte-level BPE')
+    all_ids = vocab | ids
+    if any(all_ids[name] != i for name, i in vocab.items()) \
+            or len({*all_ids.values()}) < len(all_ids):
+        raise ValueError('added_tokens.json or tokenizer_config.json: the id of an added token is '
+                         'that of another token')
     byte_level = {'type': 'ByteLevel', 'trim_offsets': True, 'use_regex': True,
                   'add_prefix_space': tokenizer_config.get('add_prefix_space', False)}
     return {

@@ -237,6 +237,9 @@ def test_a_model_without_a_tokenizer_says_that_gpt2s_is_used(tmp_path, capsys):
 
 BROKEN = {
     'a merge without its token': {'merges.txt': 'Z Z Z'}, 'no object': {'vocab.json': '[]'},
+    'not a byte-level BPE': {'vocab.json': {'日': 0, 'a</w>': 1}, 'merges.txt': ''},
+    'two tokens with an id': {'added_tokens.json': {'<|user|>': 5}},
+    'a token with two ids': {'added_tokens.json': {'a': 400}},
     'more tokens than the model': {'added_tokens.json': {'<|user|>': 600}}}
 
 

@@ -47,9 +47,9 @@ def write_hf(folder, model, tokenizer, dtype=torch.float32, model_type=None):
         'eos_token_id': eos_id}}
     if model_type == OWN_CODE:
         check_cache(model, MAX_TOKENS)  # remote_code.py always uses a cache
-        paths = (Path(inspect.getfile(type(model))), Path(__file__).with_name('remote_code.py'))
-        for name, path in zip(('model.py', 'remote_code.py'), paths, strict=True):
-            files[name] = path.read_text(encoding='utf-8')
+        files['model.py'] = Path(inspect.getfile(type(model))).read_text(encoding='utf-8')
+        code = Path(__file__).with_name('remote_code.py').read_text(encoding='utf-8')
+        files['remote_code.py'] = code.replace('from model import', 'from .model import')
     files |= tokenizer_files(tokenizer, model.config.block_size)
     for name, content in files.items():
         if not isinstance(content, str):

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from configurator import load_config
 from plaingpt.core.dataset import open_dataset_spec, parse_dataset_spec
-from plaingpt.inference.gguf_export import DTYPES, write_gguf
+from plaingpt.inference.gguf_export import DTYPES, check_gguf, write_gguf
 from plaingpt.inference.hf_architectures import ARCHITECTURES, OWN_CODE, find_architecture
 from plaingpt.inference.hf_export import MAX_TOKENS, check_export, write_hf
 from plaingpt.inference.open_weights import ModelChoice, load
@@ -105,25 +105,29 @@ def main(argv):
         raise UserError(f'dest={dest} already exists; choose another --dest')
     model, tokenizer, weights = load(config)
     insisted = config.format if config.format in ARCHITECTURES else None
-    if insisted and not ARCHITECTURES[insisted].expresses(model.config):
-        raise UserError(f'format={insisted}: cannot express the flags of this model; export with '
-                        '--format=transformers')
-    architecture = None
+    flags = ARCHITECTURES[insisted].flags_to_change(model.config) if insisted else {}
+    if flags:
+        needed = ' '.join(f'--{name}={value}' for name, value in flags.items())
+        raise UserError(f'format={insisted}: needs a model that was trained with {needed}; export '
+                        'this one with --format=transformers')
+    architecture, program = None, 'llama.cpp (pip install llama-cpp-python)'
     folder = dest.with_name(f'{dest.name}.tmp')
     shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted export
     try:
         folder.mkdir(parents=True)
+        text = validation_tokens(weights)
         if config.format == 'gguf':
             write_gguf(folder / dest.name, model, tokenizer, config.dtype)
+            is_checked = check_gguf(folder / dest.name, model, tokenizer, text)
             (folder / dest.name).rename(dest)
         else:
+            program = 'transformers 5 (pip install transformers)'
             dtype = getattr(torch, config.dtype)
             architecture = write_hf(folder, model, tokenizer, dtype, insisted)
-            text = validation_tokens(weights)
             is_checked = check_export(folder, model, dtype, text, bool(insisted))
             if insisted and not is_checked:
                 raise UserError(f'format={insisted}: the export must be compared with this model, '
-                                'and that needs transformers 5: pip install transformers')
+                                f'and that needs {program}')
             card = model_card(dest.name, architecture, model, weights.source, weights.state)
             (folder / 'README.md').write_text(printable(card), encoding='utf-8')
             folder.rename(dest)
@@ -146,9 +150,8 @@ def main(argv):
                   f'the same as {expressible}, use --format={expressible}')
     elif architecture:
         print(f'transformers loads it as {architecture}')
-    if architecture and not is_checked:
-        print('the export was not compared with this model: that needs transformers 5 (pip install '
-              'transformers)')
+    if not is_checked:
+        print(f'the export was not compared with this model: that needs {program}')
 
 
 if __name__ == '__main__':

@@ -63,9 +63,9 @@ def check_export(folder, model, dtype=torch.float32, text=(), insisted=False):
     """Let transformers open what write_hf() wrote → whether transformers 5 is installed. Raises
     UserError if its logits are not those of `model`, whose weights are rounded to `dtype` for this.
 
-    They are compared over the whole context length: a prompt, which starts with the token ids
-    `text`, and what transformers generates from it, greedily and with its KV cache. Our cache must
-    give the same. insisted: model.py may be edited; compare each token of the vocabulary too"""
+    They are compared over the whole context length: a prompt (see export_prompt), and what
+    transformers generates from it, greedily and with its KV cache. Our cache must give the same.
+    insisted: model.py may be edited; compare each token of the vocabulary too"""
     try:
         import transformers
         from transformers import AutoModelForCausalLM, GenerationConfig
@@ -76,12 +76,8 @@ def check_export(folder, model, dtype=torch.float32, text=(), insisted=False):
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     T = min(model.config.block_size, MAX_TOKENS)
-    n = min(GENERATED_TOKENS, T)
-    generator = torch.Generator().manual_seed(0)
-    some_tokens = torch.randint(model.config.vocab_size, (32,), generator=generator)
-    prompt = some_tokens[torch.randint(32, (T + 1 - n,), generator=generator)]  # they are repeated
-    text = torch.tensor(text[:len(prompt)], dtype=torch.long)
-    prompt = torch.cat((text, prompt[len(text):]))[None]  # (1, T + 1 - n)
+    prompt = export_prompt(text, model.config.vocab_size, T)  # (1, T + 1 - n)
+    n = T + 1 - prompt.size(1)
     fix = 'install another version, such as transformers==5.24.0'
     if insisted:
         fix = 'export with --format=transformers'
@@ -113,6 +109,17 @@ def check_export(folder, model, dtype=torch.float32, text=(), insisted=False):
                         f'export than this model (relative error {error:.2g}); nothing was '
                         f'written; {fix}')
     return True
+
+
+def export_prompt(text, vocab_size, T):
+    """The start of `text`, token ids, and repeated tokens if it is too short → a prompt (1, T + 1 -
+    GENERATED_TOKENS), which together with generated tokens fills a context of T tokens."""
+    length = T + 1 - min(GENERATED_TOKENS, T)
+    generator = torch.Generator().manual_seed(0)
+    some_tokens = torch.randint(vocab_size, (32,), generator=generator)
+    prompt = some_tokens[torch.randint(32, (length,), generator=generator)]
+    text = torch.tensor(text[:length], dtype=torch.long)
+    return torch.cat((text, prompt[len(text):]))[None]
 
 
 def tokenizer_files(tokenizer, block_size):

@@ -11,9 +11,12 @@ import torch
 from foreign_models import STRANGE, shaken
 from sample_data import CHAT
 from test_chat_export import ANSWER, KNOWN_BY_HEART, model  # noqa: F401  (model is a fixture)
-from test_gguf import LLAMA, QWEN3, learned, written
+from test_gguf import BYTES, LLAMA, QWEN3, learned, written
 
 from plaingpt.data.tokenizer_choice import make_tokenizer
+from plaingpt.data.tokenizers import BPETokenizer
+from plaingpt.inference.gguf_export import check_gguf
+from plaingpt.system.errors import UserError
 
 pytestmark = pytest.mark.slow
 
@@ -82,3 +85,26 @@ def test_llama_cpp_gives_our_answers(model, tmp_path):  # noqa: F811
         [choice] = answer['choices']
         assert choice['message']['content'] == ANSWER
         assert choice['finish_reason'] == 'stop'
+
+
+# -----------------------------------------------------------------------------
+# export.py asks it
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'float16', 'bfloat16'])
+def test_what_llama_cpp_computes_alike_is_exported(tmp_path, dtype):
+    for flags in ({}, QWEN3):
+        ours = shaken(**flags)
+        path = written(tmp_path, ours, dtype=dtype)
+        assert check_gguf(path, ours, BYTES, text=[*b'def main():'])
+
+
+def test_what_llama_cpp_computes_otherwise_is_refused(tmp_path):
+    ours, bpe = shaken(), BPETokenizer([*(bytes([i]) for i in range(256)), b'ab'])
+    path = written(tmp_path, ours)
+    with pytest.raises(UserError, match='tokens'):
+        check_gguf(path, ours, bpe, text=[*b'abba'])
+    with torch.no_grad():
+        ours.transformer.h[1].mlp.c_proj.weight *= -1
+    with pytest.raises(UserError, match='logits'):
+        check_gguf(path, ours, BYTES)

@@ -1,5 +1,9 @@
+import pytest
+import torch
+from foreign_models import shaken
+
 from plaingpt.data.tokenizers import ByteTokenizer, ListTokenizer
-from plaingpt.inference.text_generator import StreamDecoder
+from plaingpt.inference.text_generator import StreamDecoder, TextGenerator
 
 
 def decode(tokenizer, ids, stop=()):
@@ -26,3 +30,15 @@ def test_a_text_is_shown_up_to_a_stop_string():
         pieces, n, whole = decode(tokenizer, tokenizer.encode('one END two').tolist(), stop)
         assert ''.join(pieces) == whole == expected, stop
         assert n == taken, stop
+
+
+@pytest.mark.parametrize(('tokenizer', 'ids'), [
+    (ByteTokenizer(), [256, 97, 98, 98, 97]), (ListTokenizer('ab'), [0, 1, 1, 0])])
+def test_each_token_of_a_text_has_its_log_probability(tokenizer, ids):
+    model = shaken(tokenizer.vocab_size)
+    logits = model(torch.tensor([ids]))[0][0]
+    expected = [logits[i].log_softmax(-1)[token].item() for i, token in enumerate(ids[1:])]
+    tokens, logprobs = zip(*TextGenerator(model, tokenizer).logprobs('abba'), strict=True)
+    assert tokens == ('a', 'b', 'b', 'a')
+    assert logprobs[0] is None or len(expected) == 4
+    assert logprobs[-len(expected):] == pytest.approx(expected, abs=1e-5)

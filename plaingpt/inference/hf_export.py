@@ -50,12 +50,16 @@ def write_hf(folder, model, tokenizer, dtype=torch.float32, model_type=None):
         files['model.py'] = Path(inspect.getfile(type(model))).read_text(encoding='utf-8')
         code = Path(__file__).with_name('remote_code.py').read_text(encoding='utf-8')
         files['remote_code.py'] = code.replace('from model import', 'from .model import')
-    files |= tokenizer_files(tokenizer, model.config.block_size)
+    write_files(folder, files | tokenizer_files(tokenizer, model.config.block_size))
+    return model_type
+
+
+def write_files(folder, files):
+    """Write {name: text or the content of a JSON file} into a folder."""
     for name, content in files.items():
         if not isinstance(content, str):
             content = json.dumps(content, indent=1) + '\n'
         (folder / name).write_text(content, encoding='utf-8', newline='')
-    return model_type
 
 
 @torch.no_grad()

@@ -8,16 +8,16 @@ import sys
 from contextlib import redirect_stdout
 from functools import partial
 from importlib import import_module
-from itertools import takewhile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest import mock
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from plaingpt.inference.generation import check_cache
 from plaingpt.inference.hf_architectures import OWN_CODE, READABLE
+from plaingpt.inference.hf_export import tokenizer_files, write_files
 from plaingpt.system.distributed import all_gather, launched_world
 from plaingpt.system.errors import UserError, needs
 from plaingpt.system.files import ROOT
@@ -49,51 +49,32 @@ def share(answer, requests, batch_size, group=None, before_slice=lambda: None):
 
 
 class LmEvalModel:
-    """What score_tasks() changes in HFLM, lm_eval's class for models of transformers: tokens come
-    from our tokenizers, logits from GPT.forward(), and generated text from PlainGPT.
+    """What score_tasks() changes in HFLM, lm_eval's class for models of transformers: token ids
+    come from our tokenizer, logits from GPT.forward(), and generated text from PlainGPT.
 
     sharing: group and before_slice of share()"""
 
     def __init__(self, model, tokenizer, batch_size, *sharing):
+        from transformers import AutoTokenizer
+
         from plaingpt.inference.remote_code import PlainGPT, PlainGPTConfig
+        self.encoder, self.sharing = tokenizer, sharing
         config = PlainGPTConfig(**READABLE[OWN_CODE].write_config(model.config),
                                 eos_token_id=sorted(tokenizer.stop_ids) or None)
+        with TemporaryDirectory() as folder:
+            write_files(Path(folder), tokenizer_files(tokenizer, model.config.block_size))
+            in_transformers = AutoTokenizer.from_pretrained(folder)
         device = model.lm_head.weight.device.type
         dtype = None
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-        self.tokenizer = TransformersTokenizer(tokenizer)
-        self.sharing = sharing
-        # Its logits_cache (in 0.4.13) mixes up requests with the same tokens whose contexts end at
-        # different places, as windows of a repetitive text may.
-        super().__init__(PlainGPT(config, model), backend='causal', batch_size=batch_size,
-                         max_length=model.config.block_size, mixed_precision_dtype=dtype,
-                         logits_cache=False)
-
-    def _create_tokenizer(self, *args, **kwargs):
-        """Keep ours."""
-
-    @property
-    def prefix_token_id(self):
-        """The end-of-text token, which starts each document."""
-        if self.eot_token_id is None:
-            raise UserError('lm_eval: this task scores texts from their first token, which needs '
-                            'a tokenizer with an end-of-text token')
-        return self.eot_token_id
-
-    @property
-    def max_gen_toks(self):
-        """The number of tokens to generate if a task does not say."""
-        return min(256, self.max_length // 2)
+        # HFLM's logits_cache (in 0.4.13) mixes up requests with the same tokens whose contexts end
+        # at different places, as windows of a repetitive text may.
+        super().__init__(PlainGPT(config, model), tokenizer=in_transformers, backend='causal',
+                         batch_size=batch_size, mixed_precision_dtype=dtype, logits_cache=False)
 
     def tok_encode(self, string, **kwargs):
-        return self.tokenizer.encode(string)
-
-    def tok_decode(self, tokens, skip_special_tokens=True):
-        if not isinstance(tokens, list):  # the end-of-text token, to stop at its text: not needed,
-            return None  # because generate() stops at the token
-        stop_ids = self.tokenizer.ours.stop_ids
-        return self.tokenizer.decode(takewhile(lambda i: i not in stop_ids, tokens))
+        return self.encoder.encode(string).tolist()  # refuses characters that it does not know
 
     def _model_call(self, inps):
         """(B, T) → the logits (B, T, V) as in training, without a KV cache."""
@@ -109,34 +90,6 @@ class LmEvalModel:
 
     def share(self, answer, requests):
         return share(partial(answer, disable_tqdm=True), requests, self.batch_size, *self.sharing)
-
-
-class TransformersTokenizer:
-    """A tokenizer with what HFLM uses of the tokenizers of transformers."""
-
-    padding_side = 'left'
-
-    def __init__(self, tokenizer):
-        self.ours = tokenizer
-        self.vocab_size = tokenizer.vocab_size
-        self.eos_token_id = tokenizer.end_of_text
-        self.pad_token_id = tokenizer.end_of_text or 0
-
-    def __call__(self, texts, **kwargs):
-        """→ the ids of the texts and their attention mask, both (B, T), padded on the left."""
-        rows = [torch.tensor(self.encode(text), dtype=torch.long) for text in texts]
-        masks = [torch.ones_like(row) for row in rows]
-        return {'input_ids': pad_sequence(rows, True, self.pad_token_id, self.padding_side),
-                'attention_mask': pad_sequence(masks, True, 0, self.padding_side)}
-
-    def encode(self, text, **kwargs):
-        return self.ours.encode(text).tolist()
-
-    def decode(self, ids):
-        return self.ours.decode([*ids])
-
-    def batch_decode(self, rows):
-        return [self.decode(row) for row in rows.tolist()]
 
 
 @functools.cache  # indexing all tasks takes seconds, and training calls this twice

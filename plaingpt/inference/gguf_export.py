@@ -6,6 +6,7 @@ pre-tokenizes as GPT-2 or Qwen3.5 does. Architectures and tensor names are those
 (hf_architectures.py), which the package gguf maps to llama.cpp's names.
 """
 
+import math
 from contextlib import closing
 
 import numpy as np
@@ -30,7 +31,9 @@ from plaingpt.system.errors import UserError, needs
 
 PRE_TOKENIZERS = {GPT2_PATTERN: 'gpt-2', PATTERN: 'qwen35'}  # llama.cpp's names of patterns
 MAX_LLAMA_CPP_TOKENS = 256  # that are compared: their logits are in memory at once
-LLAMA_CPP_TOLERANCE = 0.05  # relative error; llama.cpp rounds activations to the matrices' dtype
+# Relative error. llama.cpp reads GELU from a table in float16, and rounds activations to the dtype
+# of the matrices: up to 0.001, 0.002 and 0.09 with random weights. A wrong matrix gives about 1.
+LLAMA_CPP_TOLERANCE = {'float32': 0.01, 'float16': 0.02, 'bfloat16': 0.2}
 DTYPES = {'float32': 'F32', 'float16': 'F16', 'bfloat16': 'BF16'}  # dtype → its name in GGUF
 
 
@@ -105,34 +108,29 @@ def llama_cpp_tensors(model, architecture, dtype):
 
 @torch.no_grad()
 def check_gguf(path, model, tokenizer, text=()):
-    """Let llama.cpp open what write_gguf() wrote → whether llama-cpp-python is installed. Raises
-    UserError if it encodes text to other tokens, or computes other logits than `model` for a prompt
-    (see export_prompt) and for what `model` generates from it greedily."""
+    """Let llama.cpp open what write_gguf() wrote → the relative error of its logits; infinity if it
+    encodes text to other tokens, or None without llama-cpp-python.
+
+    They are compared on a prompt (see export_prompt) and greedily generated tokens after it."""
     try:
         import llama_cpp
     except ImportError:
-        return False
+        return None
     model.config.document_attention = False  # llama.cpp gets one document
     T = min(model.config.block_size, MAX_LLAMA_CPP_TOKENS)
-    prompt = export_prompt(text, model.config.vocab_size, T).tolist()  # (1, T + 1 - n)
-    [new_ids] = generate(model, prompt, T - len(prompt[0]), temperature=0)
-    ids = prompt[0] + new_ids  # T of them
-    decoded = tokenizer.decode(prompt[0])
+    [prompt] = export_prompt(text, model.config.vocab_size, T).tolist()
+    [new_ids] = generate(model, [prompt], T - len(prompt), temperature=0)
+    ids = prompt + new_ids  # T of them
+    decoded = tokenizer.decode(prompt)
     with closing(llama_cpp.Llama(
             str(path), n_ctx=T, logits_all=True, verbose=False,
             type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32)) as theirs:
         encoded = theirs.tokenize(decoded.encode(), add_bos=True, special=False)
+        if encoded != tokenizer.encode(decoded).tolist():
+            return math.inf
         theirs.eval(ids)
         logits = torch.tensor(theirs.scores[:T])  # (T, V)
-    error = relative_error(logits, model(torch.tensor([ids]))[0][0])
-    if encoded != tokenizer.encode(decoded).tolist():
-        raise UserError('format=gguf: llama.cpp encodes text to other tokens than this tokenizer; '
-                        'nothing was written; update llama-cpp-python')
-    if error > LLAMA_CPP_TOLERANCE:
-        raise UserError(f'format=gguf: llama.cpp computes other logits from this file than this '
-                        f'model (relative error {error:.2g}); nothing was written; update '
-                        'llama-cpp-python')
-    return True
+    return relative_error(logits, model(torch.tensor([ids]))[0][0])
 
 
 def add_tokenizer(writer, tokenizer):

@@ -64,8 +64,8 @@ def write_files(folder, files):
 
 @torch.no_grad()
 def check_export(folder, model, dtype=torch.float32, text=(), insisted=False):
-    """Let transformers open what write_hf() wrote → whether transformers 5 is installed. Raises
-    UserError if its logits are not those of `model`, whose weights are rounded to `dtype` for this.
+    """Let transformers open what write_hf() wrote → the relative error of its logits, or None
+    without transformers 5. The weights of `model` are rounded to `dtype` for this.
 
     They are compared over the whole context length: a prompt (see export_prompt), and what
     transformers generates from it, greedily and with its KV cache. Our cache must give the same.
@@ -74,17 +74,14 @@ def check_export(folder, model, dtype=torch.float32, text=(), insisted=False):
         import transformers
         from transformers import AutoModelForCausalLM, GenerationConfig
     except ImportError:
-        return False
+        return None
     if int(transformers.__version__.split('.')[0]) < 5:
-        return False
+        return None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     T = min(model.config.block_size, MAX_TOKENS)
     prompt = export_prompt(text, model.config.vocab_size, T)  # (1, T + 1 - n)
     n = T + 1 - prompt.size(1)
-    fix = 'install another version, such as transformers==5.24.0'
-    if insisted:
-        fix = 'export with --format=transformers'
     try:
         theirs = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True,
@@ -95,8 +92,8 @@ def check_export(folder, model, dtype=torch.float32, text=(), insisted=False):
             output_logits=True, return_dict_in_generate=True)
     except Exception as e:  # transformers raises many kinds of errors
         raise UserError(f'transformers {transformers.__version__} cannot use this export '
-                        f'({type(e).__name__}: {one_line(e)[:200]}); nothing was written; '
-                        f'{fix}') from None
+                        f'({type(e).__name__}: {one_line(e)[:200]}); nothing was written; install '
+                        'another version, such as transformers==5.24.0') from None
     for p in model.parameters():
         p.copy_(p.to(dtype))
     model.config.document_attention = False  # transformers gets one document
@@ -108,11 +105,7 @@ def check_export(folder, model, dtype=torch.float32, text=(), insisted=False):
     if insisted:
         for ids in torch.arange(model.config.vocab_size)[None].split(T, dim=1):  # each (1, T)
             error = max(error, relative_error(theirs(ids).logits, model(ids)[0]))
-    if error > CHECK_TOLERANCE:
-        raise UserError(f'transformers {transformers.__version__} computes other logits from this '
-                        f'export than this model (relative error {error:.2g}); nothing was '
-                        f'written; {fix}')
-    return True
+    return error
 
 
 def export_prompt(text, vocab_size, T):

@@ -25,7 +25,7 @@ from plaingpt.inference.hf_architectures import ARCHITECTURES, OWN_CODE, find_ar
 from plaingpt.inference.hf_export import CHECK_TOLERANCE, MAX_TOKENS, check_export, write_hf
 from plaingpt.inference.open_weights import ModelChoice, load
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.formatting import count_of, printable
+from plaingpt.system.formatting import printable
 
 
 @dataclass
@@ -43,15 +43,11 @@ class ExportConfig(ModelChoice):
 
 
 def model_card(name, architecture, model, source, state):
-    """README.md of the exported folder: metadata for the hub, and the facts of the model and its
-    run. It contains no local paths. state: state.json of a run's checkpoint, or {}"""
-    c = model.config
-    facts = [
-        ('architecture', f'{count_of(c.n_layer, "layer")}, {count_of(c.n_head, "head")}, '
-                         f'{count_of(c.n_embd, "channel")}'),
-        ('parameters', f'{model.num_parameters():,}'),
-        ('context length', count_of(c.block_size, 'token')),
-        ('vocabulary size', f'{c.vocab_size:,}')]
+    """README.md of the exported folder: metadata for the hub, and facts of the model and its run
+    that config.json does not have. No local paths. state: state.json of a run's checkpoint, or {}
+    """
+    facts = [('parameters', f'{model.num_parameters():,}'),
+             ('context length', f'{model.config.block_size:,} tokens')]
     if state:
         datasets = parse_dataset_spec(state['config']['dataset'])
         facts += [('training data', ', '.join(Path(name).name for name in datasets)),

@@ -104,7 +104,6 @@ CHANGED = {  # a line of model.py, what it becomes, flags
     'repeated tokens': (EMBEDDING, 'earlier = F.pad(idx, (1, 0))[:, :-1] if cache is None else '
                                    'cache.tokens.prepend_earlier(idx[..., None], 1)[:, :-1, 0]\n'
                                    f'        {EMBEDDING} * (1 + (idx == earlier))[..., None]', {}),
-    'scale of attention': ('is_causal=is_causal,', 'is_causal=is_causal, scale=0.3,', {}),
     'activation': ("'gelu': partial(F.gelu, approximate='tanh')", "'gelu': F.gelu", {}),
     'queries are not normalized': ('self.q_norm(q.view(B, T, -1, D))', 'q.view(B, T, -1, D)',
                                    dict(LLAMA, qk_norm=True, bias=False))}

@@ -120,8 +120,7 @@ def changed(path, model=None, args=(), **more):
     return path / 'ckpt.pt'
 
 
-@pytest.mark.parametrize('args', [{'n_kv_head': 2}, {'use_rope': True, 'n_experts': 4},
-                                  {'flash': False}, {'rotary': None}])
+@pytest.mark.parametrize('args', [{'use_rope': True, 'n_experts': 4}, {'rotary': None}])
 def test_settings_of_a_fork_are_refused_by_name(args, tmp_path):
     line = refused(changed(tmp_path, args=args))
     assert all(name in line for name in args)

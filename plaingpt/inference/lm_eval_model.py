@@ -61,8 +61,11 @@ class LmEvalModel:
         self.encoder, self.sharing = tokenizer, sharing
         config = PlainGPTConfig(**READABLE[OWN_CODE].write_config(model.config),
                                 eos_token_id=sorted(tokenizer.stop_ids) or None)
+        files = tokenizer_files(tokenizer, model.config.block_size)
+        if 'tokenizer.json' not in files:
+            raise UserError('lm_eval: needs a tokenizer that tokenizer.json can describe')
         with TemporaryDirectory() as folder:
-            write_files(Path(folder), tokenizer_files(tokenizer, model.config.block_size))
+            write_files(Path(folder), files)
             in_transformers = AutoTokenizer.from_pretrained(folder)
         device = model.lm_head.weight.device.type
         dtype = None
@@ -71,7 +74,8 @@ class LmEvalModel:
         # HFLM's logits_cache (in 0.4.13) mixes up requests with the same tokens whose contexts end
         # at different places, as windows of a repetitive text may.
         super().__init__(PlainGPT(config, model), tokenizer=in_transformers, backend='causal',
-                         batch_size=batch_size, mixed_precision_dtype=dtype, logits_cache=False)
+                         add_bos_token=False, batch_size=batch_size, mixed_precision_dtype=dtype,
+                         logits_cache=False)
 
     def tok_encode(self, string, **kwargs):
         return self.encoder.encode(string).tolist()  # refuses characters that it does not know

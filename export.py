@@ -92,6 +92,24 @@ def validation_tokens(weights):
     return ids[ids < vocab_size]
 
 
+def print_summary(dest, model, source, architecture):
+    """Print what was written, and how to open it. architecture: in transformers, or None"""
+    files = dest.iterdir() if dest.is_dir() else [dest]
+    size = sum(path.stat().st_size for path in files)
+    print(f'{source} → {dest}: {model.num_parameters():,} parameters, {size / 1e6:,.1f} MB')
+    if architecture and not (dest / 'tokenizer.json').exists():
+        print('no tokenizer.json, because that format cannot describe this tokenizer; encode and '
+              'decode with plainGPT')
+    if architecture == OWN_CODE:
+        print('transformers loads it with model.py: from_pretrained(…, trust_remote_code=True)')
+        expressible = find_architecture(model.config)
+        if expressible != OWN_CODE:
+            print('model.py was edited, so its code was exported too; if the model still computes '
+                  f'the same as {expressible}, use --format={expressible}')
+    elif architecture:
+        print(f'transformers loads it as {architecture}')
+
+
 def main(argv):
     config = load_config(ExportConfig, argv, __doc__, positional='out_dir')
     dest = Path(config.dest)
@@ -137,20 +155,7 @@ def main(argv):
         raise UserError(f'dest={dest}: cannot be written: {reason}') from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    files = dest.iterdir() if dest.is_dir() else [dest]
-    size = sum(path.stat().st_size for path in files)
-    print(f'{weights.source} → {dest}: {model.num_parameters():,} parameters, {size / 1e6:,.1f} MB')
-    if architecture and not (dest / 'tokenizer.json').exists():
-        print('no tokenizer.json, because that format cannot describe this tokenizer; encode and '
-              'decode with plainGPT')
-    if architecture == OWN_CODE:
-        print('transformers loads it with model.py: from_pretrained(…, trust_remote_code=True)')
-        expressible = find_architecture(model.config)
-        if expressible != OWN_CODE:
-            print('model.py was edited, so its code was exported too; if the model still computes '
-                  f'the same as {expressible}, use --format={expressible}')
-    elif architecture:
-        print(f'transformers loads it as {architecture}')
+    print_summary(dest, model, weights.source, architecture)
     if error is None:
         print(f'the export was not compared with this model: {how}')
 

@@ -163,7 +163,7 @@ class TextGenerator:
         The text follows the end-of-text token; if the tokenizer has none, the first token has None.
         """
         start = [] if self.tokenizer.end_of_text is None else [self.tokenizer.end_of_text]
-        ids = torch.tensor([*start, *self.tokenizer.encode(text)])
+        ids = torch.tensor([*start, *self.tokenizer.encode(text).tolist()])
         targets = ids[1:].to(self.model.lm_head.weight.device)
         with self.context:
             logits = self.model(ids[None, :-1].to(targets.device))[0][0]  # (T, V)

@@ -122,18 +122,17 @@ class ScoredText(NamedTuple):
     token_bytes: np.ndarray | None  # UTF-8 bytes of each token, for bits per byte
 
 
-def scored_file(config, model, tokenizer, settings):
-    """The ScoredText of the task text. settings: of its BatchLoader"""
-    stream = TextStream(config.data, tokenizer)
-    length = min(model.config.block_size, len(stream) - 1)
-    loader = WholeLoader(stream, length, config.batch_size, **settings)
-    return ScoredText('', config.data, loader, token_bytes(tokenizer))
-
-
-def scored_splits(task, config, loaded, settings):
-    """Yield a ScoredText for the split val or train; several for a mixture. loaded: (model,
+def scored_texts(task, config, loaded, settings):
+    """Yield the ScoredTexts of val, train or text: of a mixture, one per corpus. loaded: (model,
     tokenizer, weights); settings: of the BatchLoaders"""
     model, tokenizer, weights = loaded
+    sizes = model.config.block_size, config.batch_size
+    if task == 'text':
+        stream = TextStream(config.data, tokenizer)
+        length = min(model.config.block_size, len(stream) - 1)
+        loader = WholeLoader(stream, length, config.batch_size, **settings)
+        yield ScoredText('', config.data, loader, token_bytes(tokenizer))
+        return
     spec = config.dataset or weights.state.get('config', {}).get('dataset')
     if not spec:
         raise UserError(f'tasks={task}: choose a prepared dataset with --dataset=NAME')
@@ -144,7 +143,6 @@ def scored_splits(task, config, loaded, settings):
             vocabulary_of(tokenizer.to_json()), vocabulary_of(base.to_json())):
         raise UserError(f'{dataset.folder}: was prepared with a different tokenizer than the '
                         "model's; choose another --dataset")
-    sizes = model.config.block_size, config.batch_size
     pack = weights.state.get('config', {}).get('pack', 'stream')
     for name, part, _ in dataset.components:
         label = f'{task} of {part.folder}'
@@ -205,17 +203,6 @@ def check_attention_is_causal(model, context):
         raise UserError(f'cannot evaluate: {problem}')
 
 
-def score_builtin(task, config, loaded, context, settings):
-    """Score val, train or text → the scores, of a mixture {corpus: its scores}."""
-    model, tokenizer, _ = loaded
-    if task == 'text':
-        texts = [scored_file(config, model, tokenizer, settings)]
-    else:
-        texts = scored_splits(task, config, loaded, settings)
-    scores = {text.name: score(model, text, context) for text in texts}
-    return scores if len(scores) > 1 else scores['']
-
-
 def main(argv):
     config = load_config(EvaluateConfig, argv, __doc__, positional='out_dir')
     world = launched_world()
@@ -233,15 +220,12 @@ def main(argv):
     if lm_eval_names:
         lm_eval_tasks = lm_eval_model.load_tasks(','.join(lm_eval_names))
     results = {}
-    job = nullcontext()
-    if world.launched:
-        job = process_group(world, device)
     settings = dict(device=device, rank=world.rank, world_size=world.size)
-    with job:
-        for task in names:
-            if task in BUILTIN_TASKS:
-                results[task] = score_builtin(
-                    task, config, (model, tokenizer, weights), context, settings)
+    with process_group(world, device) if world.launched else nullcontext():
+        for task in [name for name in names if name in BUILTIN_TASKS]:
+            texts = scored_texts(task, config, (model, tokenizer, weights), settings)
+            scores = {text.name: score(model, text, context) for text in texts}
+            results[task] = scores if len(scores) > 1 else scores['']
         if lm_eval_names:
             model.eval()
             lm_eval_scores = lm_eval_model.score_tasks(
@@ -251,12 +235,9 @@ def main(argv):
                 results[task] = scores
                 print0(f'{task}: {lm_eval_model.format_scores(scores)}')
     if config.output and world.is_main:
-        try:
-            write_json(config.output, {
-                'model': weights.source, 'parameters': model.num_parameters(), 'dtype': dtype,
-                'iter_num': weights.state.get('iter_num'), 'results': results})
-        except OSError as e:
-            raise UserError(f'output={config.output}: {e.strerror}') from None
+        write_json(config.output, {
+            'model': weights.source, 'parameters': model.num_parameters(), 'dtype': dtype,
+            'iter_num': weights.state.get('iter_num'), 'results': results})
 
 
 if __name__ == '__main__':

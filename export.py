@@ -20,12 +20,12 @@ from safetensors import SafetensorError
 
 from configurator import load_config
 from plaingpt.core.dataset import open_dataset_spec, parse_dataset_spec
-from plaingpt.inference.gguf_export import DTYPES, write_gguf
+from plaingpt.inference.gguf_export import DTYPES, LLAMA_CPP_TOLERANCE, check_gguf, write_gguf
 from plaingpt.inference.hf_architectures import ARCHITECTURES, OWN_CODE, find_architecture
-from plaingpt.inference.hf_export import MAX_TOKENS, check_export, write_hf
+from plaingpt.inference.hf_export import CHECK_TOLERANCE, MAX_TOKENS, check_export, write_hf
 from plaingpt.inference.open_weights import ModelChoice, load
 from plaingpt.system.errors import UserError, run_script
-from plaingpt.system.formatting import count_of, printable
+from plaingpt.system.formatting import printable
 
 
 @dataclass
@@ -43,27 +43,21 @@ class ExportConfig(ModelChoice):
 
 
 def model_card(name, architecture, model, source, state):
-    """README.md of the exported folder: metadata for the hub, and the facts of the model and its
-    run. It contains no local paths. state: state.json of a run's checkpoint, or {}"""
-    c = model.config
-    facts = {
-        'architecture': f'{count_of(c.n_layer, "layer")}, {count_of(c.n_head, "head")}, '
-                        f'{count_of(c.n_embd, "channel")}',
-        'parameters': f'{model.num_parameters():,}',
-        'context length': count_of(c.block_size, 'token'),
-        'vocabulary size': f'{c.vocab_size:,}'}
+    """README.md of the exported folder: metadata for the hub, and facts of the model and its run
+    that config.json does not have. No local paths. state: state.json of a run's checkpoint, or {}
+    """
+    facts = [('parameters', f'{model.num_parameters():,}'),
+             ('context length', f'{model.config.block_size:,} tokens')]
     if state:
-        datasets = [Path(name).name for name in parse_dataset_spec(state['config']['dataset'])]
-        facts['training data'] = ', '.join(datasets)
-        facts['iterations'] = state.get('iter_num')
+        datasets = parse_dataset_spec(state['config']['dataset'])
+        facts += [('training data', ', '.join(Path(name).name for name in datasets)),
+                  ('iterations', state['iter_num'])]
     else:
-        facts['pretrained weights'] = Path(source).name
+        facts.append(('pretrained weights', Path(source).name))
     if state.get('val_loss'):
-        loss = f'{state["val_loss"]:.4f}'
-        if state.get('val_loss_stderr'):
-            loss += f' ± {state["val_loss_stderr"]:.4f}'
-        facts['validation loss'] = f'{loss} nats per token'
-    table = ''.join(f'| {fact} | {value} |\n' for fact, value in facts.items() if value)
+        stderr = f' ± {state["val_loss_stderr"]:.4f}' if state.get('val_loss_stderr') else ''
+        facts.append(('validation loss', f'{state["val_loss"]:.4f}{stderr} nats per token'))
+    table = ''.join(f'| {fact} | {value} |\n' for fact, value in facts)
     code = ', trust_remote_code=True' if architecture == OWN_CODE else ''
     return f'''---
 library_name: transformers
@@ -98,43 +92,11 @@ def validation_tokens(weights):
     return ids[ids < vocab_size]
 
 
-def main(argv):
-    config = load_config(ExportConfig, argv, __doc__, positional='out_dir')
-    dest = Path(config.dest)
-    if dest.exists():
-        raise UserError(f'dest={dest} already exists; choose another --dest')
-    model, tokenizer, weights = load(config)
-    insisted = config.format if config.format in ARCHITECTURES else None
-    if insisted and not ARCHITECTURES[insisted].expresses(model.config):
-        raise UserError(f'format={insisted}: cannot express the flags of this model; export with '
-                        '--format=transformers')
-    architecture = None
-    folder = dest.with_name(f'{dest.name}.tmp')
-    shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted export
-    try:
-        folder.mkdir(parents=True)
-        if config.format == 'gguf':
-            write_gguf(folder / dest.name, model, tokenizer, config.dtype)
-            (folder / dest.name).rename(dest)
-        else:
-            dtype = getattr(torch, config.dtype)
-            architecture = write_hf(folder, model, tokenizer, dtype, insisted)
-            text = validation_tokens(weights)
-            is_checked = check_export(folder, model, dtype, text, bool(insisted))
-            if insisted and not is_checked:
-                raise UserError(f'format={insisted}: the export must be compared with this model, '
-                                'and that needs transformers 5: pip install transformers')
-            card = model_card(dest.name, architecture, model, weights.source, weights.state)
-            (folder / 'README.md').write_text(printable(card), encoding='utf-8')
-            folder.rename(dest)
-    except (OSError, SafetensorError) as e:
-        reason = getattr(e, 'strerror', None) or e
-        raise UserError(f'dest={dest}: cannot be written: {reason}') from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def print_summary(dest, model, source, architecture):
+    """Print what was written, and how to open it. architecture: in transformers, or None"""
     files = dest.iterdir() if dest.is_dir() else [dest]
     size = sum(path.stat().st_size for path in files)
-    print(f'{weights.source} → {dest}: {model.num_parameters():,} parameters, {size / 1e6:,.1f} MB')
+    print(f'{source} → {dest}: {model.num_parameters():,} parameters, {size / 1e6:,.1f} MB')
     if architecture and not (dest / 'tokenizer.json').exists():
         print('no tokenizer.json, because that format cannot describe this tokenizer; encode and '
               'decode with plainGPT')
@@ -146,9 +108,56 @@ def main(argv):
                   f'the same as {expressible}, use --format={expressible}')
     elif architecture:
         print(f'transformers loads it as {architecture}')
-    if architecture and not is_checked:
-        print('the export was not compared with this model: that needs transformers 5 (pip install '
-              'transformers)')
+
+
+def main(argv):
+    config = load_config(ExportConfig, argv, __doc__, positional='out_dir')
+    dest = Path(config.dest)
+    if dest.exists():
+        raise UserError(f'dest={dest} already exists; choose another --dest')
+    model, tokenizer, weights = load(config)
+    insisted = config.format if config.format in ARCHITECTURES else None
+    flags = ARCHITECTURES[insisted].flags_to_change(model.config) if insisted else {}
+    if flags:
+        needed = ' '.join(f'--{name}={value}' for name, value in flags.items())
+        raise UserError(f'format={insisted}: needs a model that was trained with {needed}; export '
+                        'this one with --format=transformers')
+    architecture = None
+    folder = dest.with_name(f'{dest.name}.tmp')
+    shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted export
+    try:
+        folder.mkdir(parents=True)
+        text = validation_tokens(weights)
+        if config.format == 'gguf':
+            program, tolerance = 'llama.cpp', LLAMA_CPP_TOLERANCE[config.dtype]
+            package, written = 'llama-cpp-python', folder / dest.name
+            write_gguf(written, model, tokenizer, config.dtype)
+            error = check_gguf(written, model, tokenizer, text)
+        else:
+            program, tolerance = 'transformers 5', CHECK_TOLERANCE
+            package, written = 'transformers', folder
+            dtype = getattr(torch, config.dtype)
+            architecture = write_hf(folder, model, tokenizer, dtype, insisted)
+            error = check_export(folder, model, dtype, text, bool(insisted))
+            card = model_card(dest.name, architecture, model, weights.source, weights.state)
+            (folder / 'README.md').write_text(printable(card), encoding='utf-8')
+        how = f'that needs {program} (pip install {package})'
+        if insisted and error is None:
+            raise UserError(f'format={insisted}: the export must be compared with this model, and '
+                            f'{how}')
+        if error is not None and error > tolerance:
+            fix = 'export with --format=transformers' if insisted else f'update {package}'
+            raise UserError(f'{program} computes something else from this export than this model '
+                            f'(relative error {error:.2g}); nothing was written; {fix}')
+        written.rename(dest)
+    except (OSError, SafetensorError) as e:
+        reason = getattr(e, 'strerror', None) or e
+        raise UserError(f'dest={dest}: cannot be written: {reason}') from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print_summary(dest, model, weights.source, architecture)
+    if error is None:
+        print(f'the export was not compared with this model: {how}')
 
 
 if __name__ == '__main__':

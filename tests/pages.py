@@ -8,6 +8,7 @@ LEFT_OUT has those that are not, with the reason. A comment above a block says w
     <!-- needs: network -->   the tests give it a stand-in of the Hugging Face hub (hub.py)
     <!-- needs: gpu -->       they train a smaller model, on the CPU and in two processes
     <!-- needs: time -->      make test-slow runs it as it is
+    <!-- needs: PACKAGE -->   above Python: it is run where that is installed
 """
 
 import re

@@ -9,6 +9,7 @@ from importlib import metadata
 
 import numpy as np
 import pytest
+import torch
 
 import prepare
 from plaingpt.data.chat_tokenizer import ChatTokenizer
@@ -46,8 +47,9 @@ def conversations(n, seed=0):
     return [ask(f'{i}?' * rng.randint(1, 4), 'ab' * rng.choice((1, 1, 12))) for i in range(n)]
 
 
-def write_tasks(folder, monkeypatch):
-    """→ files of two tasks of lm_eval, which knows no other: the right ending, and the word."""
+def write_tasks(folder, monkeypatch, more_settings=''):
+    """→ files of tasks of lm_eval, which knows no other: the right ending, the word, and one with
+    these settings."""
     tasks = pytest.importorskip('lm_eval.tasks')  # an index of its own tasks would take seconds
     monkeypatch.setattr(tasks, 'TaskManager', partial(tasks.TaskManager, include_defaults=False))
     rows = [{'text': f'usage of {word}', 'word': word, 'words': [word, 'of the usage', 'def']}
@@ -57,20 +59,25 @@ def write_tasks(folder, monkeypatch):
             ('ending', 'output_type: multiple_choice\ndoc_to_choice: words\ndoc_to_target: 0\n'
                        'metric_list: [{metric: acc}, {metric: acc_norm}]\n'),
             ('word', 'output_type: loglikelihood\ndoc_to_target: " {{word}}"\n'
-                     'metric_list: [{metric: perplexity}, {metric: acc}]\n')):
+                     'metric_list: [{metric: perplexity}, {metric: acc}]\n'),
+            ('other', more_settings)):
         (folder / f'{name}.yaml').write_text(
             f'task: {name}\ndataset_path: json\ntest_split: test\ndoc_to_text: text\n'
             f'dataset_kwargs: {{data_files: {{test: {folder}/questions.jsonl}}}}\n{more}')
-    return folder / 'ending.yaml', folder / 'word.yaml'
+    return [folder / f'{name}.yaml' for name in ('ending', 'word', 'other')]
 
 
 def one_benchmark(patch, answers):
-    """eval_tasks=own asks how likely these texts are after 'def', without lm_eval."""
-    def score_tasks(tasks, limit, *arguments):
-        lm = lm_eval_model.Requests(*arguments)
-        found = lm._loglikelihood_tokens([
-            (None, lm.tok_encode('def'), lm.tok_encode(answer)) for answer in answers])
-        return {'own': {'logp': sum(logp for logp, _ in found), 'questions': len(answers)}}
+    """eval_tasks=own measures the loss of these texts after 'def', without lm_eval."""
+    def score_tasks(tasks, limit, model, tokenizer, batch_size, context, *sharing):
+        @torch.no_grad()
+        def losses(texts):
+            rows = [torch.as_tensor(tokenizer.encode(f'def{text}').astype('i8')) for text in texts]
+            with context:
+                return [model(ids[None, :-1], ids[None, 1:])[1].item() for ids in rows]
+
+        found = lm_eval_model.share(losses, answers, batch_size, *sharing)
+        return {'own': {'loss': sum(found), 'questions': len(answers)}}
     patch.setattr(lm_eval_model, 'load_tasks', lambda names: None)
     patch.setattr(lm_eval_model, 'score_tasks', score_tasks)
 

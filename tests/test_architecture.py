@@ -10,7 +10,7 @@ from pathlib import Path
 from processes import ROOT, needs_git, tracked_files
 
 CODE = sorted({*ROOT.glob('*.py'), *ROOT.glob('plaingpt/**/*.py'), *ROOT.glob('tools/*.py')}
-              - {ROOT / 'plaingpt/inference/remote_code.py'})  # it runs in exported folders alone
+              - {ROOT / 'plaingpt/inference/remote_code.py'})  # it needs transformers
 FILES = {'.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__'): path
          for path in CODE}  # name of a module → its file
 

@@ -1,7 +1,9 @@
-"""From text to a model that transformers opens: the commands that a person types first, each in a
-process of its own, with nothing patched."""
+"""From text to a model that transformers opens, by the commands that a person types first. A test
+of each tokenizer gives them in processes of their own, with nothing patched."""
 
 import csv
+import importlib
+import io
 import json
 import math
 import sys
@@ -28,7 +30,18 @@ def command(name, *argv, typed=''):
     return run(sys.executable, ROOT / f'{name}.py', *argv, typed=typed)
 
 
-def train_resume_evaluate_export(*start):
+@pytest.fixture
+def call(capsys, monkeypatch):
+    """call(name, *argv, typed='') does what command() does, in this process."""
+    def call(name, *argv, typed=''):
+        monkeypatch.setattr('sys.stdin', io.StringIO(typed))
+        capsys.readouterr()
+        importlib.import_module(name).main([*map(str, argv)])
+        return capsys.readouterr().out
+    return call
+
+
+def train_resume_evaluate_export(command, *start):
     """Train on data/mine for 10 iterations, then for 10 more → the run in transformers."""
     command('train', *TRAIN, *start, '--max_iters=10')
     command('train', *TRAIN, '--init_from=resume', '--max_iters=20')
@@ -57,7 +70,7 @@ def val_loss(theirs):
     pytest.param(kind, marks=pytest.mark.slow) for kind in ('bpe:300', 'gpt2'))])
 def test_a_model_of_text_writes_the_same_in_transformers(kind, text_file):
     command('prepare', 'text', text_file, f'--tokenizer={kind}', '--data_dir=data/mine')
-    theirs = train_resume_evaluate_export(*MODEL)
+    theirs = train_resume_evaluate_export(command, *MODEL)
     from transformers import AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained('exported')
     text = tokenizer.decode(continuation(theirs, tokenizer.encode('def ')))
@@ -67,32 +80,32 @@ def test_a_model_of_text_writes_the_same_in_transformers(kind, text_file):
     assert loss < math.log(theirs.config.vocab_size)
 
 
-def test_a_model_of_own_ids_writes_the_same_in_transformers():
+def test_a_model_of_own_ids_writes_the_same_in_transformers(call):
     folder = Path('data/mine')
     folder.mkdir(parents=True)
     ids = np.resize(np.arange(40).repeat(2), 20_000)
     for split, part in (('train', ids[:18_000]), ('val', ids[18_000:])):
         part.astype('<u2').tofile(folder / f'{split}.bin')
-    command('prepare', 'ids', folder, '--vocab_size=50')
-    theirs = train_resume_evaluate_export(*MODEL)
-    sampled = command('sample', 'out', '--start=IDS:3,3,4', *SAMPLE)
+    call('prepare', 'ids', folder, '--vocab_size=50')
+    theirs = train_resume_evaluate_export(call, *MODEL)
+    sampled = call('sample', 'out', '--start=IDS:3,3,4', *SAMPLE)
     written = [int(number) for number in sampled.rpartition('IDS:')[2].split(',')]
     assert written == [3, 3, 4, *continuation(theirs, [3, 3, 4])]
 
 
-def test_a_chat_model_answers_the_same_in_transformers():
+def test_a_chat_model_answers_the_same_in_transformers(call):
     with open('questions.csv', 'w', newline='') as file:
         csv.writer(file).writerows([('prompt', 'completion'), *(
             [message['content'] for message in messages] for messages in conversations(200))])
-    command('prepare', 'chat', 'questions.csv', '--tokenizer=byte', '--val_fraction=0.2',
+    call('prepare', 'chat', 'questions.csv', '--tokenizer=byte', '--val_fraction=0.2',
             '--data_dir=data/mine')
-    theirs = train_resume_evaluate_export(*MODEL)
+    theirs = train_resume_evaluate_export(call, *MODEL)
     from transformers import AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained('exported')
     ids = tokenizer.apply_chat_template([{'role': 'user', 'content': '7?'}],
                                         add_generation_prompt=True)['input_ids']
     answer = tokenizer.decode(continuation(theirs, ids), skip_special_tokens=True)
-    said = command('sample', 'out', '--chat', *SAMPLE, typed='7?\n/quit\n')
+    said = call('sample', 'out', '--chat', *SAMPLE, typed='7?\n/quit\n')
     assert f'> {answer}\n> ' in said
 
 

@@ -2,12 +2,11 @@ import json
 import math
 import shutil
 import sys
-from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
-from foreign_models import opened, shaken
+from foreign_models import opened
 from processes import ROOT, fails, launch
 from sample_data import write_tasks
 
@@ -21,6 +20,7 @@ from plaingpt.data.tokenizers import ByteTokenizer
 from plaingpt.inference import lm_eval_model
 from plaingpt.inference.hf_export import write_hf
 from plaingpt.inference.open_weights import ModelChoice, load
+from plaingpt.system.errors import UserError
 
 
 @pytest.fixture(scope='module')
@@ -62,71 +62,56 @@ def requests(kind, *arguments):
     return [instance.Instance(kind, {}, each, i) for i, each in enumerate(arguments)]
 
 
-@pytest.fixture
+@pytest.fixture(scope='module')
 def models(exported):
-    """The same model as lm_eval asks ours, and as it asks transformers."""
-    TemplateLM = pytest.importorskip('lm_eval.api.model').TemplateLM
-    from lm_eval.models.huggingface import HFLM
+    """A model as lm_eval asks ours, in slices, and as it asks transformers."""
+    HFLM = pytest.importorskip('lm_eval.models.huggingface').HFLM
     model, tokenizer, *_ = load(ModelChoice(str(exported)))
-    ours = type('Ours', (lm_eval_model.Requests, TemplateLM), {})(
-        model, tokenizer, 2, torch.no_grad())
+    ours = type('Ours', (lm_eval_model.LmEvalModel, HFLM), {})(model, tokenizer, 2)
     return ours, HFLM(pretrained=str(exported), max_length=128, dtype='float32', device='cpu')
 
 
 def test_lm_eval_gets_the_likelihoods_of_transformers(models):
     ours, theirs = models
-    pairs = requests('loglikelihood', ('The cat', ' sat'), ('', 'Dogs'), ('a ' * 90, 'b c'))
+    pairs = requests('loglikelihood', ('The cat', ' sat'), ('', 'Dogs'), ('a ' * 90, 'b c'),
+                     *(('x', 'y' * n) for n in (1, 128, 3)))
     for (logp, is_greedy), expected in zip(ours.loglikelihood(pairs), theirs.loglikelihood(pairs),
                                            strict=True):
-        assert logp == pytest.approx(expected[0], rel=1e-4)
+        assert logp == pytest.approx(expected[0], rel=1e-6)
         assert is_greedy == expected[1]
-    texts = requests('loglikelihood_rolling', ('short',), ('long text ' * 40,))
+    texts = requests('loglikelihood_rolling', ('short',), ('long text, ' * 36 + 'end',))
     assert ours.loglikelihood_rolling(texts) == pytest.approx(
-        theirs.loglikelihood_rolling(texts), rel=1e-4)
+        theirs.loglikelihood_rolling(texts), rel=1e-6)
+
+
+def test_a_repetitive_text_has_the_likelihood_of_its_tokens(models):
+    text = 'eight by' * 56  # the tokens of its last two windows are the same
+    logp, = models[0].loglikelihood_rolling(requests('loglikelihood_rolling', (text,)))
+    losses = loss_of_all(models[0].model.gpt, torch.tensor([256, *text.encode()]), 128)
+    assert logp == pytest.approx(-losses * len(text), rel=1e-6)
 
 
 def test_lm_eval_gets_the_text_of_transformers(models):
     ours, theirs = models
     whole, = ours.generate_until(requests('generate_until', ('The cat', {'max_gen_toks': 20})))
     stop = whole[5]
-    stopped = requests('generate_until', (
-        'The cat', {'max_gen_toks': 20, 'until': [stop], 'do_sample': False}))
-    assert ours.generate_until(stopped) == theirs.generate_until(stopped)
-    assert ours.generate_until(stopped) == [whole[:whole.index(stop)]]
+    stopped = requests('generate_until', *((prompt, {
+        'max_gen_toks': 20, 'until': [stop], 'do_sample': False})
+        for prompt in ('The cat', 'A dog that ', 'cut ' * 40)))
+    texts = ours.generate_until(stopped)
+    assert texts == theirs.generate_until(stopped)
+    assert texts[0] == whole[:whole.index(stop)]
 
 
-@pytest.fixture
-def short_model():
-    return shaken(block_size=16)
-
-
-@pytest.fixture
-def short(short_model):
-    """short_model as lm_eval asks it."""
-    return lm_eval_model.Requests(short_model, ByteTokenizer(), 2, nullcontext())
-
-
-def test_no_token_of_an_answer_longer_than_block_size_is_left_out(short, short_model):
-    ids = torch.tensor([97, *ByteTokenizer().encode('b' * 36 + 'end')])
-    logp, = short._loglikelihood_tokens([(None, [97], ids[1:].tolist())])
-    # 39 = 7 + 16 + 16 tokens, each after the token before its part
-    total = -sum(F.cross_entropy(short_model(ids[None, a:b])[0][0], ids[a + 1:b + 1],
-                                 reduction='sum')
-                 for a, b in ((0, 7), (7, 23), (23, 39)))
-    assert logp == (pytest.approx(total.item(), rel=1e-4), False)
-
-
-@pytest.mark.parametrize(('new_tokens', 'prompt'), [(2, 14), (16, 8), (99, 8)])
-def test_a_prompt_is_cut_at_its_start_so_that_new_tokens_fit(short, new_tokens, prompt):
-    text, options = 'a long prompt that is cut', {'max_gen_toks': new_tokens}
-    long, cut, too_short = short.generate_until(requests('generate_until', *(
-        (each, options) for each in (text, text[-prompt:], text[1 - prompt:]))))
-    assert long == cut
-    assert long != too_short
+def test_an_answer_longer_than_block_size_is_refused(exported, tmp_path, monkeypatch):
+    task = write_tasks(tmp_path, monkeypatch, 'output_type: loglikelihood\n'
+                                              'doc_to_target: "{{text * 20}}"\n')[-1]
+    with pytest.raises(UserError, match='block_size=128'):
+        evaluate.main([f'--init_from={exported}', f'--tasks={task}', '--device=cpu'])
 
 
 def test_tasks_of_lm_eval_are_scored_beside_text(exported, tmp_path, monkeypatch):
-    ending, word = write_tasks(tmp_path, monkeypatch)
+    ending, word, _ = write_tasks(tmp_path, monkeypatch)
     scores = scores_of(tmp_path, f'--init_from={exported}', f'--tasks={ending},text,{word}',
                        '--limit=4', f'--data={tmp_path}/questions.jsonl')
     assert scores.keys() == {'ending', 'text', 'word'}
@@ -200,4 +185,4 @@ def test_what_tasks_of_lm_eval_lack_is_told_before_anything_is_done(
     (tmp_path / 'questions.jsonl').unlink()
     check(task, 'questions.jsonl')
     monkeypatch.setitem(sys.modules, 'lm_eval.tasks', None)
-    check('hellaswag', 'pip install lm_eval')
+    check('hellaswag', 'lm_eval[hf]')

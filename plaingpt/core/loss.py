@@ -36,6 +36,11 @@ def loss_of_chunk(model, x, targets):
     return model.loss(model.logits(x), targets)
 
 
+def token_losses(model, logits, targets):
+    """GPT.loss of each token: logits (T, V), targets (T,) → (T,) in nats."""
+    return torch.stack([model.loss(logits[i:i + 1], targets[i:i + 1]) for i in range(len(targets))])
+
+
 def sum_of_chunks(model, x, targets, chunk, loss_of):
     if torch.is_grad_enabled():
         parameters = [p for name, p in model.named_parameters()

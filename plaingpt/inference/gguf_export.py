@@ -4,31 +4,42 @@ llama.cpp's own converter rejects a BPE tokenizer that you trained: it identifie
 by a hash of the ids of a test text, and knows those of published tokenizers only. Ours
 pre-tokenizes as GPT-2 or Qwen3.5 does. Architectures and tensor names are those of transformers
 (hf_architectures.py), which the package gguf maps to llama.cpp's names.
-tests/inference/test_llama_cpp.py compares logits and text.
 """
 
+import math
 from contextlib import closing
 
+import numpy as np
 import torch
 
 from plaingpt.data.chat_tokenizer import TEMPLATE
 from plaingpt.data.tokenizers import GPT2_PATTERN, PATTERN, is_chat
+from plaingpt.inference.generation import generate, relative_error
 from plaingpt.inference.hf_architectures import (
     ARCHITECTURES,
     OWN_CODE,
     TRANSPOSED,
     choose_architecture,
 )
-from plaingpt.inference.hf_export import END_OF_TEXT, bos_and_eos, hf_tokenizer
+from plaingpt.inference.hf_export import (
+    END_OF_TEXT,
+    bos_and_eos,
+    export_prompt,
+    hf_tokenizer,
+)
 from plaingpt.system.errors import UserError, needs
 
 PRE_TOKENIZERS = {GPT2_PATTERN: 'gpt-2', PATTERN: 'qwen35'}  # llama.cpp's names of patterns
+MAX_LLAMA_CPP_TOKENS = 256  # that are compared: their logits are in memory at once
+# Relative error. llama.cpp reads GELU from a table in float16, and rounds activations to the dtype
+# of the matrices: up to 0.001, 0.002 and 0.09 with random weights. A wrong matrix gives about 1.
+LLAMA_CPP_TOLERANCE = {'float32': 0.01, 'float16': 0.02, 'bfloat16': 0.2}
 DTYPES = {'float32': 'F32', 'float16': 'F16', 'bfloat16': 'BF16'}  # dtype → its name in GGUF
 
 
 def write_gguf(path, model, tokenizer, dtype):
-    """Write a GGUF file. dtype: of the matrices, one of DTYPES. Raises OSError, and UserError if
-    llama.cpp does not support the model or the tokenizer."""
+    """Write a GGUF file, and read it back. dtype: of the matrices, one of DTYPES. Raises OSError,
+    and UserError if llama.cpp does not support the model or the tokenizer."""
     config = model.config
     architecture = choose_architecture(model)
     if architecture == OWN_CODE or config.rotary_factor != 1 \
@@ -60,32 +71,66 @@ def write_gguf(path, model, tokenizer, dtype):
         writer.add_key_length(config.head_size)
         writer.add_value_length(config.head_size)
     add_tokenizer(writer, tokenizer)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.n_layer)
-    for hf_name, w in llama_cpp_weights(model, architecture).items():
-        name = names.get_name(hf_name, try_suffixes=('.weight', '.bias'))
-        is_matrix = w.dim() == 2 and not name.startswith('position_embd')
-        tensor_dtype = dtype if is_matrix else 'float32'
-        w = w.to(getattr(torch, tensor_dtype)).contiguous()
+    tensors = llama_cpp_tensors(model, architecture, getattr(torch, dtype))
+    for name, w in tensors.items():
+        dtype_name = DTYPES[str(w.dtype).removeprefix('torch.')]
         writer.add_tensor(name, w.view(torch.uint8).numpy(),
-                          raw_dtype=gguf.GGMLQuantizationType[DTYPES[tensor_dtype]])
+                          raw_dtype=gguf.GGMLQuantizationType[dtype_name])
     with closing(writer):
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
+    for tensor in gguf.GGUFReader(path).tensors:
+        written = gguf.dequantize(tensor.data, tensor.tensor_type)
+        if not np.array_equal(written, tensors.pop(tensor.name).float()):
+            raise UserError(f'format=gguf: the file has another {tensor.name} than this model')
+    assert not tensors, f'missing in the file: {[*tensors]}'
 
 
-def llama_cpp_weights(model, architecture):
-    """→ {name in transformers: tensor in llama.cpp's layout}."""
+def llama_cpp_tensors(model, architecture, dtype):
+    """→ {name in GGUF: tensor in llama.cpp's layout}. dtype: of the matrices"""
+    import gguf
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], model.config.n_layer)
     weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
-    hf_weights = ARCHITECTURES[architecture].write_weights(weights, model.config)
-    for hf_name, w in hf_weights.items():
+    tensors = {}
+    for hf_name, w in ARCHITECTURES[architecture].write_weights(weights, model.config).items():
         if architecture == 'gpt2' and hf_name.endswith(TRANSPOSED):
-            hf_weights[hf_name] = w.t()
+            w = w.t()
         elif architecture == 'llama' and ('.q_proj.' in hf_name or '.k_proj.' in hf_name):
             # llama.cpp's Llama rotates the channel pairs (2i, 2i + 1), ours (i, i + D/2).
             heads = w.unflatten(0, (-1, 2, model.config.head_size // 2))  # (H or KV, 2, D/2, …)
-            hf_weights[hf_name] = heads.transpose(1, 2).reshape(w.shape)
-    return hf_weights
+            w = heads.transpose(1, 2).reshape(w.shape)
+        name = names.get_name(hf_name, try_suffixes=('.weight', '.bias'))
+        is_matrix = w.dim() == 2 and not name.startswith('position_embd')
+        tensors[name] = w.to(dtype if is_matrix else torch.float32).contiguous()
+    return tensors
+
+
+@torch.no_grad()
+def check_gguf(path, model, tokenizer, text=()):
+    """Let llama.cpp open what write_gguf() wrote → the relative error of its logits; infinity if it
+    encodes text to other tokens, or None without llama-cpp-python.
+
+    They are compared on a prompt (see export_prompt) and greedily generated tokens after it."""
+    try:
+        import llama_cpp
+    except ImportError:
+        return None
+    model.config.document_attention = False  # llama.cpp gets one document
+    T = min(model.config.block_size, MAX_LLAMA_CPP_TOKENS)
+    [prompt] = export_prompt(text, model.config.vocab_size, T).tolist()
+    [new_ids] = generate(model, [prompt], T - len(prompt), temperature=0)
+    ids = prompt + new_ids  # T of them
+    decoded = tokenizer.decode(prompt)
+    with closing(llama_cpp.Llama(
+            str(path), n_ctx=T, logits_all=True, verbose=False,
+            type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32)) as theirs:
+        encoded = theirs.tokenize(decoded.encode(), add_bos=True, special=False)
+        if encoded != tokenizer.encode(decoded).tolist():
+            return math.inf
+        theirs.eval(ids)
+        logits = torch.tensor(theirs.scores[:T])  # (T, V)
+    return relative_error(logits, model(torch.tensor([ids]))[0][0])
 
 
 def add_tokenizer(writer, tokenizer):

@@ -35,13 +35,14 @@ class Architecture:
     keys: dict  # GPTConfig field → its key in config.json
     defaults: dict  # key → its value if config.json lacks it
 
-    def expresses(self, config):
-        """Whether config.json can express a GPTConfig."""
+    def flags_to_change(self, config):
+        """→ {field: the value that it must have} of a GPTConfig that config.json cannot express."""
+        flags = {}
         for field in fields(config):
             allowed = self.expressible.get(field.name, (field.default,))
             if allowed is not ANY and getattr(config, field.name) not in allowed:
-                return False
-        return True
+                flags[field.name] = allowed[0]
+        return flags
 
     def write_config(self, config):
         """GPTConfig → the content of config.json, without model_type."""
@@ -220,6 +221,6 @@ def choose_architecture(model):
 def find_architecture(config):
     """→ the name of the first architecture that can express a GPTConfig, else OWN_CODE."""
     for name, architecture in ARCHITECTURES.items():
-        if architecture.expresses(config):
+        if not architecture.flags_to_change(config):
             return name
     return OWN_CODE

@@ -47,44 +47,41 @@ def write_hf(folder, model, tokenizer, dtype=torch.float32, model_type=None):
         'eos_token_id': eos_id}}
     if model_type == OWN_CODE:
         check_cache(model, MAX_TOKENS)  # remote_code.py always uses a cache
-        paths = (Path(inspect.getfile(type(model))), Path(__file__).with_name('remote_code.py'))
-        for name, path in zip(('model.py', 'remote_code.py'), paths, strict=True):
-            files[name] = path.read_text(encoding='utf-8')
-    files |= tokenizer_files(tokenizer, model.config.block_size)
+        files['model.py'] = Path(inspect.getfile(type(model))).read_text(encoding='utf-8')
+        code = Path(__file__).with_name('remote_code.py').read_text(encoding='utf-8')
+        files['remote_code.py'] = code.replace('from model import', 'from .model import')
+    write_files(folder, files | tokenizer_files(tokenizer, model.config.block_size))
+    return model_type
+
+
+def write_files(folder, files):
+    """Write {name: text or the content of a JSON file} into a folder."""
     for name, content in files.items():
         if not isinstance(content, str):
             content = json.dumps(content, indent=1) + '\n'
         (folder / name).write_text(content, encoding='utf-8', newline='')
-    return model_type
 
 
 @torch.no_grad()
 def check_export(folder, model, dtype=torch.float32, text=(), insisted=False):
-    """Let transformers open what write_hf() wrote → whether transformers 5 is installed. Raises
-    UserError if its logits are not those of `model`, whose weights are rounded to `dtype` for this.
+    """Let transformers open what write_hf() wrote → the relative error of its logits, or None
+    without transformers 5. The weights of `model` are rounded to `dtype` for this.
 
-    They are compared over the whole context length: a prompt, which starts with the token ids
-    `text`, and what transformers generates from it, greedily and with its KV cache. Our cache must
-    give the same. insisted: model.py may be edited; compare each token of the vocabulary too"""
+    They are compared over the whole context length: a prompt (see export_prompt), and what
+    transformers generates from it, greedily and with its KV cache. Our cache must give the same.
+    insisted: model.py may be edited; compare each token of the vocabulary too"""
     try:
         import transformers
         from transformers import AutoModelForCausalLM, GenerationConfig
     except ImportError:
-        return False
+        return None
     if int(transformers.__version__.split('.')[0]) < 5:
-        return False
+        return None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     T = min(model.config.block_size, MAX_TOKENS)
-    n = min(GENERATED_TOKENS, T)
-    generator = torch.Generator().manual_seed(0)
-    some_tokens = torch.randint(model.config.vocab_size, (32,), generator=generator)
-    prompt = some_tokens[torch.randint(32, (T + 1 - n,), generator=generator)]  # they are repeated
-    text = torch.tensor(text[:len(prompt)], dtype=torch.long)
-    prompt = torch.cat((text, prompt[len(text):]))[None]  # (1, T + 1 - n)
-    fix = 'install another version, such as transformers==5.24.0'
-    if insisted:
-        fix = 'export with --format=transformers'
+    prompt = export_prompt(text, model.config.vocab_size, T)  # (1, T + 1 - n)
+    n = T + 1 - prompt.size(1)
     try:
         theirs = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True,
@@ -95,8 +92,8 @@ def check_export(folder, model, dtype=torch.float32, text=(), insisted=False):
             output_logits=True, return_dict_in_generate=True)
     except Exception as e:  # transformers raises many kinds of errors
         raise UserError(f'transformers {transformers.__version__} cannot use this export '
-                        f'({type(e).__name__}: {one_line(e)[:200]}); nothing was written; '
-                        f'{fix}') from None
+                        f'({type(e).__name__}: {one_line(e)[:200]}); nothing was written; install '
+                        'another version, such as transformers==5.24.0') from None
     for p in model.parameters():
         p.copy_(p.to(dtype))
     model.config.document_attention = False  # transformers gets one document
@@ -108,11 +105,18 @@ def check_export(folder, model, dtype=torch.float32, text=(), insisted=False):
     if insisted:
         for ids in torch.arange(model.config.vocab_size)[None].split(T, dim=1):  # each (1, T)
             error = max(error, relative_error(theirs(ids).logits, model(ids)[0]))
-    if error > CHECK_TOLERANCE:
-        raise UserError(f'transformers {transformers.__version__} computes other logits from this '
-                        f'export than this model (relative error {error:.2g}); nothing was '
-                        f'written; {fix}')
-    return True
+    return error
+
+
+def export_prompt(text, vocab_size, T):
+    """The start of `text`, token ids, and repeated tokens if it is too short → a prompt (1, T + 1 -
+    GENERATED_TOKENS), which together with generated tokens fills a context of T tokens."""
+    length = T + 1 - min(GENERATED_TOKENS, T)
+    generator = torch.Generator().manual_seed(0)
+    some_tokens = torch.randint(vocab_size, (32,), generator=generator)
+    prompt = some_tokens[torch.randint(32, (length,), generator=generator)]
+    text = torch.tensor(text[:length], dtype=torch.long)
+    return torch.cat((text, prompt[len(text):]))[None]
 
 
 def tokenizer_files(tokenizer, block_size):

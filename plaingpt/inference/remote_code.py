@@ -1,4 +1,5 @@
-"""A GPT for transformers 5. export.py copies this file, and from_pretrained() imports it."""
+"""A GPT for transformers 5. export.py copies this file, and from_pretrained() imports it;
+lm_eval_model.py wraps a GPT that is in memory."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +7,7 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTra
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .model import GPT, GPTConfig
+from model import GPT, GPTConfig  # an export imports its own copy: .model
 
 # transformers 5.24 renamed past_key_values to cache.
 CACHE = 'cache' if 'cache' in CausalLMOutputWithPast.__dataclass_fields__ else 'past_key_values'
@@ -21,15 +22,17 @@ class PlainGPT(PreTrainedModel, GenerationMixin):
     config_class = PlainGPTConfig
     _tied_weights_keys = {'gpt.lm_head.weight': 'gpt.transformer.wte.weight'}  # noqa: RUF012
 
-    def __init__(self, config):
+    def __init__(self, config, gpt=None):
         super().__init__(config)
-        dtype = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)  # rotary angles need float32
-        with torch.device('cpu'):
-            self.gpt = GPT(GPTConfig(**config.gpt))
-        torch.set_default_dtype(dtype)
-        for p in self.gpt.parameters():
-            p.data = p.data.to(dtype)
+        self.gpt = gpt
+        if gpt is None:
+            dtype = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float32)  # rotary angles need float32
+            with torch.device('cpu'):
+                self.gpt = GPT(GPTConfig(**config.gpt))
+            torch.set_default_dtype(dtype)
+            for p in self.gpt.parameters():
+                p.data = p.data.to(dtype)
         self.buffers_copy = {name: buffer.clone() for name, buffer in self.gpt.named_buffers()}
         self.post_init()
 

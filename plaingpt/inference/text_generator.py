@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from configurator import checked
+from plaingpt.core.loss import token_losses
 from plaingpt.data.tokenizers import is_chat
 from plaingpt.inference.generation import generate
 from plaingpt.system.errors import UserError
@@ -196,6 +197,24 @@ class TextGenerator:
         ids = [self.encode(text, 'the prompt', sampling.continue_text) for text in prompts]
         texts = self.generate_texts(ids, range(len(ids)), sampling, stop)
         return texts[0] if isinstance(prompt, str) else texts
+
+    @torch.no_grad()
+    def logprobs(self, text):
+        """A text of at most block_size tokens → [(token, its log-probability in nats)].
+
+        The text follows the end-of-text token; if the tokenizer has none, the first token has None.
+        """
+        start = [] if self.tokenizer.end_of_text is None else [self.tokenizer.end_of_text]
+        ids = torch.tensor([*start, *self.tokenizer.encode(text).tolist()])
+        targets = ids[1:].to(self.model.lm_head.weight.device)
+        with self.context:
+            logits = self.model(ids[None, :-1].to(targets.device))[0][0]  # (T, V)
+        logprobs = (-token_losses(self.model, logits, targets)).tolist()
+        if not start:
+            logprobs = [None, *logprobs]
+        tokens = [self.tokenizer.decode_bytes([i]).decode('utf-8', 'backslashreplace')
+                  for i in ids[len(start):].tolist()]
+        return list(zip(tokens, logprobs, strict=True))
 
     def answer(self, messages, stop=(), **sampling):
         """The assistant's next message in a conversation, [{'role': 'user', 'content': 'Hi!'}, …].

@@ -6,9 +6,10 @@ import zipfile
 
 import torch
 
-from model import VOCAB_WEIGHTS, GPTConfig
+from model import GPTConfig
 from plaingpt.inference.hf_architectures import SIZES, without_padding
 from plaingpt.system.errors import UserError
+from plaingpt.system.formatting import one_line
 
 LLAMA2C_ARGS = {'dim', 'n_layers', 'multiple_of', 'max_seq_len'}
 
@@ -21,22 +22,17 @@ def load_torch(path):
     """The content of a file of torch.save. Raises UserError."""
     try:
         is_zip = zipfile.is_zipfile(path)  # files of torch < 1.6 are not, and cannot be mapped
-        if is_zip and 'constants.pkl' in {name.split('/')[-1]
-                                          for name in zipfile.ZipFile(path).namelist()}:
-            raise UserError(f"{path}: this is a TorchScript program; save the model's state_dict()")
         with torch.serialization.safe_globals([(PickledConfig, '__main__.GPTConfig')]):
             # mmap: the optimizer state beside the weights is never read
             return torch.load(path, map_location='cpu', weights_only=True, mmap=is_zip)
     except OSError as e:
         raise UserError(f'{path}: {e.strerror or e}') from None
-    except UserError:
-        raise
     except Exception as e:  # torch.load raises many kinds of errors
         refused = re.search(r'GLOBAL (\S+)', str(e))
         if refused:
             raise UserError(f'{path}: refused to load: it contains {refused[1]}, which could '
                             'execute code') from None
-        raise UserError(f'{path}: damaged, or not a file of torch.save ({type(e).__name__})') \
+        raise UserError(f'{path}: damaged, or not a file of torch.save ({one_line(e)[:200]})') \
             from None
 
 
@@ -59,17 +55,14 @@ def read_checkpoint(path):
     checkpoint = load_torch(path)
     weights = find_state_dict(checkpoint, path)
     config = read_config(checkpoint, weights, path)
-    for name, w in weights.items():
-        if name.endswith(VOCAB_WEIGHTS) and w.shape[:1] != (config.vocab_size,):
-            raise UserError(f'{path}: {name!r} is {tuple(w.shape)}, but vocab_size is '
-                            f'{config.vocab_size}')
     embedding = weights.get('transformer.wte.weight')
     head = weights.get('lm_head.weight', embedding)
     if embedding is not None and not torch.equal(embedding, head.to(embedding.dtype)):
         config.tied_head = False  # a fork's; the settings do not say so
     if config.vocab_size == 50304:  # GPT-2's 50,257 tokens and padding
         config.vocab_size = 50257
-    return config, without_padding(weights, config)
+        weights = without_padding(weights, config)
+    return config, weights
 
 
 def read_config(checkpoint, weights, path):
@@ -87,14 +80,12 @@ def read_config(checkpoint, weights, path):
                         'not have: a fork wrote it, and its model may compute something else; '
                         'convert it to the Hugging Face layout, or train it here')
     values = {'bias': True, **args}  # the first versions of nanoGPT always had biases
-    for name in SIZES:
-        if type(values.get(name)) is not int or values[name] < 1:
-            raise UserError(f'{path}: the configuration has {name}={values.get(name)!r}; expected '
-                            'a positive integer')
-    if type(values['bias']) is not bool:
-        raise UserError(f'{path}: the configuration has bias={values["bias"]!r}; expected True or '
-                        'False')
-    gpt_config = GPTConfig(**{name: values[name] for name in (*SIZES, 'bias')}, mlp=mlp)
+    try:
+        sizes = {name: int(values[name]) for name in SIZES}
+        gpt_config = GPTConfig(**sizes, bias=bool(values['bias']), mlp=mlp)
+    except (KeyError, TypeError, ValueError) as e:
+        raise UserError(f'{path}: the configuration {values} cannot be read '
+                        f'({type(e).__name__}: {e})') from None
     for conflict in gpt_config.conflicts():
         raise UserError(f'{path}: {conflict}')
     return gpt_config

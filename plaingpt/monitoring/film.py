@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
+from plaingpt.core.loss import token_losses
 from plaingpt.monitoring.health import ActivationRecorder, attention_logits
 from plaingpt.system.files import append_line
 from plaingpt.system.formatting import finite, one_line
@@ -71,7 +71,7 @@ class Film:
         with ActivationRecorder(self.model) as recorder, self.run.step.autocast:
             logits = self.model(self.idx)[0][0, :-1].float()  # (T - 1, V)
         ids = self.idx[0].tolist()
-        losses = F.cross_entropy(logits, self.idx[0, 1:], reduction='none')
+        losses = token_losses(self.model, logits, self.idx[0, 1:])
         passage = [(self.token_text(ids[0]), None, ())]  # nothing predicts the first token
         for i, loss, top_k in zip(ids[1:], losses.tolist(), self.top_k(logits), strict=True):
             passage.append((self.token_text(i), rounded(loss), top_k))

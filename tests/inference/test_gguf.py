@@ -1,6 +1,7 @@
 """A file of gguf holds our model as llama.cpp wants it. The package gguf reads the files back;
 test_llama_cpp.py lets llama.cpp itself read them."""
 
+import importlib.util
 import os
 import resource
 
@@ -161,8 +162,20 @@ def test_an_export_to_a_full_disk_leaves_no_file(command, tmp_path):
     assert not any((tmp_path / 'a').iterdir())
 
 
+def test_a_file_with_another_tensor_than_the_model_is_not_exported(
+        command, tmp_path, capsys, monkeypatch):
+    def add_tensor(writer, name, tensor, original=gguf.GGUFWriter.add_tensor, **how):
+        original(writer, name, tensor * (name != 'blk.1.ffn_up.weight'), **how)
+
+    monkeypatch.setattr(gguf.GGUFWriter, 'add_tensor', add_tensor)
+    assert 'blk.1.ffn_up.weight' in fails(capsys, monkeypatch, export.main, *command)
+    assert not any((tmp_path / 'a').iterdir())
+
+
 def test_an_export_overwrites_nothing(command, tmp_path, capsys, monkeypatch):
     export.main(command)
+    if importlib.util.find_spec('llama_cpp') is None:
+        assert 'pip install llama-cpp-python' in capsys.readouterr().out  # to compare the file
     [path] = (tmp_path / 'a').iterdir()
     before = path.read_bytes()
     assert 'my.gguf' in fails(capsys, monkeypatch, export.main, *command)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from foreign_models import nanogpt_checkpoint, opened, shaken, tokens
 from processes import fails
-from test_families import refused
 
 import sample
 from model import GPT, GPTConfig
@@ -51,11 +50,3 @@ def test_a_checkpoint_with_code_is_refused_before_any_of_it_runs(tmp_path, capsy
     line = fails(capsys, monkeypatch, sample.main, f'--init_from={tmp_path}/ckpt.pt')
     assert 'ckpt.pt' in line
     assert not (tmp_path / 'hacked').exists()
-
-
-@pytest.mark.parametrize('size', [0, 1000, None])
-def test_a_checkpoint_that_is_not_of_nanogpt_is_refused_in_a_line(size, tmp_path):
-    torch.save({'model': {}}, tmp_path / 'ckpt.pt')
-    whole = (tmp_path / 'ckpt.pt').read_bytes()
-    (tmp_path / 'ckpt.pt').write_bytes(whole[:size])
-    assert 'ckpt.pt' in refused(tmp_path / 'ckpt.pt')

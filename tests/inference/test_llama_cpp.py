@@ -4,14 +4,22 @@ It comes in llama-cpp-python, which pip builds from source in half an hour: make
 these tests without it, and make test does not know them.
 """
 
+import math
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
 from foreign_models import STRANGE, shaken
+from processes import fails
 from sample_data import CHAT, make_tokenizer
 from test_chat_export import ANSWER, KNOWN_BY_HEART, model  # noqa: F401  (model is a fixture)
-from test_gguf import LLAMA, QWEN3, learned, written
+from test_gguf import BYTES, LLAMA, QWEN3, written
+
+import export
+from plaingpt.data.tokenizers import BPETokenizer
+from plaingpt.inference.gguf_export import LLAMA_CPP_TOLERANCE, check_gguf
+from plaingpt.inference.hf_export import write_hf
 
 pytestmark = pytest.mark.slow
 
@@ -29,25 +37,15 @@ def opened(path):
         type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32))
 
 
-@torch.no_grad()
-def check(model, theirs, ids, start):  # noqa: F811
-    """The logits after each of `ids` are ours, and at a temperature of 0 both write ids[start:]."""
-    theirs.reset()
-    theirs.eval(ids)
-    ours, found = model(torch.tensor([ids]))[0][0].numpy(), theirs.scores[:len(ids)]
-    # llama.cpp on a CPU takes GELU from a table of float16
-    assert abs(ours - found).max() < (5e-5 if model.config.mlp == 'swiglu' else 5e-3)
-    for logits in (ours, found):
-        assert logits[start - 1:-1].argmax(-1).tolist() == ids[start:]
-
-
+@pytest.mark.parametrize('dtype', LLAMA_CPP_TOLERANCE)
 @pytest.mark.parametrize('flags', [
-    {}, dict(bias=False, tied_head=False), LLAMA, QWEN3])
-def test_llama_cpp_gives_our_logits(tmp_path, flags, text_file):
-    text = [*text_file.read_bytes()[:220]]
-    ours = learned(shaken(std=0.1, **flags), text, steps=40)
-    with opened(written(tmp_path, ours)) as theirs:
-        check(ours, theirs, text, 20)
+    {}, dict(bias=False, tied_head=False, std=0.5), LLAMA, dict(QWEN3, n_kv_head=2),
+    dict(block_size=8)])
+def test_llama_cpp_gives_our_logits(tmp_path, dtype, flags):
+    ours = shaken(**flags)
+    error = check_gguf(written(tmp_path, ours, dtype=dtype), ours, BYTES, text=[*b'def main():'])
+    exact = dtype == 'float32' and ours.config.mlp == 'swiglu'  # GELU is in a table of float16
+    assert error < (1e-5 if exact else LLAMA_CPP_TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize('kind', ['byte', 'bpe:700', 'gpt2'])
@@ -72,11 +70,32 @@ def test_llama_cpp_encodes_text_as_we_do(tmp_path, kind, text_file):
 
 
 def test_llama_cpp_gives_our_answers(model, tmp_path):  # noqa: F811
-    prompt, known = (CHAT.encode_prompt(KNOWN_BY_HEART[:-1]).tolist(),
-                     CHAT.encode_conversation(KNOWN_BY_HEART)[0].tolist())
     with opened(written(tmp_path, model, CHAT)) as theirs:
-        check(model, theirs, known, len(prompt))
         answer = theirs.create_chat_completion(KNOWN_BY_HEART[:-1], temperature=0)
-        [choice] = answer['choices']
-        assert choice['message']['content'] == ANSWER
-        assert choice['finish_reason'] == 'stop'
+    [choice] = answer['choices']
+    assert choice['message']['content'] == ANSWER
+    assert choice['finish_reason'] == 'stop'
+
+
+# -----------------------------------------------------------------------------
+# export.py asks it
+
+
+def test_what_llama_cpp_computes_otherwise_is_found(tmp_path):
+    ours, bpe = shaken(), BPETokenizer([*(bytes([i]) for i in range(256)), b'ab'])
+    path = written(tmp_path, ours)
+    assert check_gguf(path, ours, bpe, text=[*b'abba']) == math.inf
+    with torch.no_grad():
+        ours.transformer.h[1].mlp.c_proj.weight *= -1
+    assert check_gguf(path, ours, BYTES) > 2 * max(LLAMA_CPP_TOLERANCE.values())
+
+
+def test_a_file_that_llama_cpp_reads_otherwise_is_not_exported(tmp_path, capsys, monkeypatch):
+    write_hf(tmp_path, shaken(), BYTES)
+    command = [f'--init_from={tmp_path}', '--format=gguf', '--dest=a.gguf']
+    with monkeypatch.context() as patch:
+        patch.setattr(export, 'LLAMA_CPP_TOLERANCE', {'float32': 1e-9})
+        assert 'llama.cpp' in fails(capsys, monkeypatch, export.main, *command)
+    assert not Path('a.gguf').exists()
+    export.main(command)
+    assert 'not compared' not in capsys.readouterr().out

@@ -2,9 +2,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from foreign_models import shaken
 
-from plaingpt.data.tokenizers import ByteTokenizer, ListTokenizer
-from plaingpt.inference.text_generator import Logprobs, StreamDecoder
+from plaingpt.data.tokenizers import BPETokenizer, ByteTokenizer, ListTokenizer
+from plaingpt.inference.text_generator import Logprobs, StreamDecoder, TextGenerator
 
 
 def decode(tokenizer, ids, stop=()):
@@ -62,7 +63,22 @@ def test_a_token_of_several_characters_ends_with_the_text_before_a_stop_string()
     logprobs = Logprobs(0)
     decoder = StreamDecoder(tokenizer, ['END'], logprobs=logprobs)
     for token in range(3):
+        logprobs.on_logits(torch.zeros(1, 3))
         logprobs.add(token, decoder.next_start)
         decoder.add(token)
     assert decoder.finish() == 'ax'
     assert [text for text, *_ in logprobs.completed] == ['a', 'x']
+
+
+@pytest.mark.parametrize(('tokenizer', 'ids'), [
+    (ByteTokenizer(), [256, 97, 98, 98, 97]), (ListTokenizer('ab'), [0, 1, 1, 0]),
+    (BPETokenizer([bytes([i]) for i in range(256)]), [256, 97, 98, 98, 97])])
+def test_each_token_of_a_text_has_its_log_probability(tokenizer, ids):
+    model = shaken(tokenizer.vocab_size)
+    logits = model(torch.tensor([ids]))[0][0]
+    expected = [logits[i].log_softmax(-1)[token].item() for i, token in enumerate(ids[1:])]
+    tokens, logprobs = zip(*TextGenerator(model, tokenizer).logprobs('abba'), strict=True)
+    assert tokens == ('a', 'b', 'b', 'a')
+    assert logprobs[-len(expected):] == pytest.approx(expected, abs=1e-5)
+    if len(expected) == 3:  # the tokenizer has no end-of-text token
+        assert logprobs[0] is None

@@ -99,12 +99,16 @@ class ConversationTokens(TokenStream):
 
     @cached_property
     def document_starts(self):
-        """The index of the first token of each conversation."""
+        """The index of the first token of each conversation. Raises UserError."""
         starts = []
         for first, tokens, marks in self.chunks():
             is_start = marks == CONVERSATION if self.has_starts else tokens == self.bos_id
             starts.append(first + np.flatnonzero(is_start))
-        return np.concatenate(starts)
+        starts = np.concatenate(starts)
+        if not len(starts) or starts[0]:
+            raise UserError(f'{self.files[0].path} does not begin with a conversation: prepare the '
+                            'data again')
+        return starts
 
     def turn_starts(self, start, length):
         """The index of the first token of each later user turn of a conversation."""

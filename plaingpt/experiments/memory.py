@@ -46,7 +46,9 @@ def fake_world(processes):
             mock.patch.object(sys, 'excepthook', sys.excepthook):
         world.group_count = 10**6 + processes
         dist.init_process_group('fake', rank=0, world_size=processes, store=FakeStore())
-        mesh = init_device_mesh('cpu', (processes,))
+        # A name of its own, since DTensor caches by mesh what it has planned for a process: a real
+        # job of as many processes must not take it for its mesh.
+        mesh = init_device_mesh('cpu', (processes,), mesh_dim_names=('planned',))
         world.group_count = count
     return world, mesh
 

@@ -66,7 +66,7 @@ def test_a_run_is_the_same_however_its_steps_are_shared_out(recipe, way, whole, 
     launch(train.main, processes, tmp_path, *TINY, *STEP, *RECIPES[recipe], *settings,
            f'--out_dir={tmp_path}/out')
     for key in ('loss', 'grad_norm', 'health/update_ratio/h.0', 'train_loss', 'val_loss',
-                'own_logp', 'sample'):
+                'own_loss', 'sample'):
         one, other = ([line[key] for line in lines(out, key)] for out in (whole, tmp_path / 'out'))
         assert other == pytest.approx(one, abs=2e-5), key
     for one, other in zip(weights(whole), weights(tmp_path / 'out'), strict=True):
@@ -102,7 +102,7 @@ def test_what_watches_a_run_changes_no_bit_of_it(tmp_path, monkeypatch):
     monkeypatch.setattr(observers, 'HEALTH_INTERVAL', 0)
     train.main([*words, '--check=False', '--out_dir=blind'])
     watched, blind = tmp_path / 'watched', tmp_path / 'blind'
-    for key in ('health/grad_norm/h.0', 'sample', 'own_logp'):
+    for key in ('health/grad_norm/h.0', 'sample', 'own_loss'):
         assert lines(watched, key), key
         assert not lines(blind, key), key
     assert same(weights(watched), weights(blind))

@@ -3,8 +3,6 @@
 import json
 import random
 import shutil
-import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -97,15 +95,6 @@ def test_python_and_the_server_start_as_sample_py_does(prompt, continues, folder
     gpt.generate(prompt, max_new_tokens=1, continue_text=continues)
     body = json.dumps({'prompt': prompt, 'continue_text': continues})
     assert prompts == [serve.Completion(gpt, False, body).ids] * 2
-
-
-def test_an_echo_begins_after_the_token_that_starts_the_document(folder):
-    gpt = plaingpt.load(folder / 'names', device='cpu')
-    body = json.dumps({'prompt': 'mar', 'echo': True, 'logprobs': 0, 'max_tokens': 0})
-    completion = serve.Completion(gpt, False, body)
-    text, tokens = completion.generate(threading.Lock(), None, SimpleNamespace(should_exit=False))
-    assert text == ''.join(text for text, *_ in tokens) == 'mar'
-    assert all(token in logprobs for _, token, logprobs in tokens)  # that of the first one too
 
 
 def test_the_samples_of_a_run_start_as_sample_py_does(folder, prompts):

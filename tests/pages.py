@@ -37,7 +37,8 @@ LEFT_OUT = {  # pattern of a command: why no test runs it
     r'--variants=(grid|ablation|ladder)': 'trains by the dozen; test_runs.py reads these lists',
 }
 # of the README, for make test-slow alone: trainings by the dozen, jobs, and more of one kind
-REPEATED = r'--sweep|^torchrun|^plaingpt train|/shakespeare_char(_cpu_best)?\.py'
+REPEATED = r'--sweep|^torchrun|^plaingpt train|/shakespeare_char(_cpu_best)?\.py|^python plan.py' \
+           r'|chat'
 SMALL = ['--max_iters=2', '--warmup_iters=1', '--lr_decay_iters=2', '--eval_interval=2',
          '--eval_iters=1', '--log_interval=1', '--block_size=32']
 SMALL_BATCH = ['--batch_size=2', '--gradient_accumulation_steps=2', '--total_batch_size=0']

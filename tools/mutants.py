@@ -25,7 +25,7 @@ from coverage import CoverageData
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = [sys.executable, '-m', 'pytest']
-COUNT, SEED, MAX_OTHER_TESTS, TIMEOUT_S = 20, 1, 30, 300
+COUNT, SEED, MAX_OTHER_TESTS, TIMEOUT_S = 20, 1, 30, 1800
 COPIES = 2  # of the project; that many mutants are tested in parallel
 INVERTED = {ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Eq: ast.NotEq,
             ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot,

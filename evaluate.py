@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -113,25 +113,18 @@ class WholeLoader(BatchLoader):
         return idx, targets
 
 
-class ScoredText(NamedTuple):
-    """A text that a task scores."""
-
-    name: str  # in a mixture; else ''
-    label: str  # for the printed line
-    loader: BatchLoader
-    token_bytes: np.ndarray | None  # UTF-8 bytes of each token, for bits per byte
-
-
 def scored_texts(task, config, loaded, settings):
-    """Yield the ScoredTexts of val, train or text: of a mixture, one per corpus. loaded: (model,
-    tokenizer, weights); settings: of the BatchLoaders"""
+    """Yield what val, train or text scores, of a mixture for each corpus: (its name, else ''; a
+    label; a BatchLoader; the UTF-8 bytes of each token or None).
+
+    loaded: (model, tokenizer, weights); settings: of the BatchLoaders"""
     model, tokenizer, weights = loaded
     sizes = model.config.block_size, config.batch_size
     if task == 'text':
         stream = TextStream(config.data, tokenizer)
         length = min(model.config.block_size, len(stream) - 1)
         loader = WholeLoader(stream, length, config.batch_size, **settings)
-        yield ScoredText('', config.data, loader, token_bytes(tokenizer))
+        yield '', config.data, loader, token_bytes(tokenizer)
         return
     spec = config.dataset or weights.state.get('config', {}).get('dataset')
     if not spec:
@@ -153,7 +146,7 @@ def scored_texts(task, config, loaded, settings):
             label += ", the assistant's messages"
         elif part_pack == 'stream':
             loader = WholeLoader(loader.stream, *sizes, **settings)
-        yield ScoredText(name, label, loader, part.token_bytes(task))
+        yield name, label, loader, part.token_bytes(task)
 
 
 class SequenceLosses(torch.nn.Module):
@@ -171,22 +164,20 @@ class SequenceLosses(torch.nn.Module):
         return None, torch.stack(totals) / counts
 
 
-def score(model, text, context):
-    """Print the loss on a ScoredText → {name of a score: value}."""
-    loader = text.loader
-    sequences_per_process = math.ceil(loader.num_eval_sequences / loader.world_size)
-    loader.batch_size = min(loader.batch_size, sequences_per_process)  # batches are padded to it
-    loss, stderr = mean_loss(SequenceLosses(model), loader, loader.num_eval_sequences, context,
-                             label=text.label)
+def score(model, label, loader, bytes_by_id, context):
+    """Print the loss over the sequences of a loader → {name of a score: value}."""
+    n = loader.num_eval_sequences
+    # batches are padded to their size
+    loader.batch_size = min(loader.batch_size, math.ceil(n / loader.world_size))
+    loss, stderr = mean_loss(SequenceLosses(model), loader, n, context, label=label)
     perplexity = math.exp(min(loss, 700))
-    line = f'{text.label}: loss {loss:.4f}'
+    line = f'{label}: loss {loss:.4f}'
     if stderr is not None:
         line += f' ± {stderr:.4f}'
     line += f' nats per token, perplexity {perplexity:.4g}'
     bits = None
-    if text.token_bytes is not None:
-        bytes_per_token = loader.mean_target(text.token_bytes, loader.num_eval_sequences)
-        bits = loss / math.log(2) / bytes_per_token
+    if bytes_by_id is not None:
+        bits = loss / math.log(2) / loader.mean_target(bytes_by_id, n)
         line += f', {bits:.4f} bits/byte'
     print0(line)
     return {'loss': loss, 'loss_stderr': stderr, 'perplexity': perplexity, 'bits_per_byte': bits}
@@ -224,7 +215,7 @@ def main(argv):
     with process_group(world, device) if world.launched else nullcontext():
         for task in [name for name in names if name in BUILTIN_TASKS]:
             texts = scored_texts(task, config, (model, tokenizer, weights), settings)
-            scores = {text.name: score(model, text, context) for text in texts}
+            scores = {name: score(model, *text, context) for name, *text in texts}
             results[task] = scores if len(scores) > 1 else scores['']
         if lm_eval_names:
             model.eval()

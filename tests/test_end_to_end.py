@@ -1,5 +1,5 @@
-"""From text to a model that transformers opens, by the commands that a person types first. A test
-of each tokenizer gives them in processes of their own, with nothing patched."""
+"""From text to a model that transformers opens, by the commands that a person types first: in this
+process, and slowly in processes of their own, with nothing patched."""
 
 import csv
 import importlib
@@ -25,14 +25,14 @@ NEW_TOKENS = 12
 SAMPLE = options(num_samples=1, max_new_tokens=NEW_TOKENS, temperature=0, device='cpu')
 
 
-def command(name, *argv, typed=''):
+def typed_command(name, *argv, typed=''):
     """Type `python NAME.py …` → what it prints."""
     return run(sys.executable, ROOT / f'{name}.py', *argv, typed=typed)
 
 
 @pytest.fixture
 def call(capsys, monkeypatch):
-    """call(name, *argv, typed='') does what command() does, in this process."""
+    """call(name, *argv, typed='') does what typed_command() does, in this process."""
     def call(name, *argv, typed=''):
         monkeypatch.setattr('sys.stdin', io.StringIO(typed))
         capsys.readouterr()
@@ -68,7 +68,8 @@ def val_loss(theirs):
 
 @pytest.mark.parametrize('kind', ['char', *(
     pytest.param(kind, marks=pytest.mark.slow) for kind in ('bpe:300', 'gpt2'))])
-def test_a_model_of_text_writes_the_same_in_transformers(kind, text_file):
+def test_a_model_of_text_writes_the_same_in_transformers(kind, call, text_file):
+    command = call if kind == 'char' else typed_command
     command('prepare', 'text', text_file, f'--tokenizer={kind}', '--data_dir=data/mine')
     theirs = train_resume_evaluate_export(command, *MODEL)
     from transformers import AutoTokenizer
@@ -80,6 +81,7 @@ def test_a_model_of_text_writes_the_same_in_transformers(kind, text_file):
     assert loss < math.log(theirs.config.vocab_size)
 
 
+@pytest.mark.slow
 def test_a_model_of_own_ids_writes_the_same_in_transformers(call):
     folder = Path('data/mine')
     folder.mkdir(parents=True)
@@ -115,14 +117,14 @@ def test_gpt2_by_its_name_writes_the_same_in_transformers(hub):
     from transformers import AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(hub.model('openai-community/gpt2'))
     text = tokenizer.decode(continuation(theirs, tokenizer.encode('def ')))
-    assert command('sample', '--init_from=gpt2', '--start=def ', *SAMPLE).endswith(
+    assert typed_command('sample', '--init_from=gpt2', '--start=def ', *SAMPLE).endswith(
         f'\ndef {text}\n')
 
 
 @pytest.mark.slow
 def test_gpt2_by_its_name_is_trained(hub, text_file):
     save_gpt2(hub.model('openai-community/gpt2'))
-    command('prepare', 'text', text_file, '--tokenizer=gpt2', '--data_dir=data/mine')
-    command('train', *TRAIN, '--init_from=gpt2', '--max_iters=1', '--eval_iters=1',
+    typed_command('prepare', 'text', text_file, '--tokenizer=gpt2', '--data_dir=data/mine')
+    typed_command('train', *TRAIN, '--init_from=gpt2', '--max_iters=1', '--eval_iters=1',
             '--batch_size=1', '--block_size=16')
     assert 8 < lines(Path('out'), 'loss')[0]['loss'] < 14

@@ -30,15 +30,6 @@ def tokens(*shape, vocab_size=65):
     return torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize(('n_layer', 'n_head', 'n_embd', 'parameters'), [
-    (12, 12, 768, 124_439_808), (24, 16, 1024, 354_823_168), (36, 20, 1280, 774_030_080),
-    (48, 25, 1600, 1_557_611_200)])
-def test_a_size_of_gpt2_has_the_published_parameters(n_layer, n_head, n_embd, parameters):
-    with torch.device('meta'):
-        model = GPT(GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd))
-    assert model.num_parameters() == parameters
-
-
 def test_a_token_sees_only_those_before_it(model):
     idx = tokens(1, 16)
     changed = idx.clone()
@@ -258,6 +249,7 @@ print(model.generate(text[:1, :4], 20, temperature=0)[0].tolist())
 '''
 
 
+@pytest.mark.slow
 def test_the_file_works_without_any_other(tmp_path):
     shutil.copy(ROOT / 'model.py', tmp_path)
     (tmp_path / 'mine.py').write_text(ALONE)
@@ -276,7 +268,8 @@ def test_hashes_spread_n_grams_evenly_over_the_rows():
 
 @pytest.mark.parametrize('rows', [65**2, 1000, 500_001, 1_000_002])
 def test_an_n_gram_depends_on_the_order_of_its_tokens(rows):
-    table = NgramEmbedding(replace(SMALL, ngram_rows=rows, ngram=2 if rows == 65**2 else 4))
+    table = NgramEmbedding(
+        replace(SMALL, ngram_rows=rows, ngram=2 if rows == 65**2 else 4, n_embd=4))
     torch.manual_seed(0)
     torch.nn.init.normal_(table.weight)
     there, back, other = table(torch.tensor([[3, 5], [5, 3], [9, 5]]))[:, 1]

@@ -28,7 +28,8 @@ def chat_tokenizer(kind, text_file):
     return ChatTokenizer(make_tokenizer(kind, texts))
 
 
-@pytest.fixture(scope='module', params=['learned positions', 'rotary'])
+@pytest.fixture(scope='module', params=[
+    'learned positions', pytest.param('rotary', marks=pytest.mark.slow)])
 def model(request):
     """It knows an answer by heart."""
     flags = {} if request.param == 'learned positions' else QWEN3

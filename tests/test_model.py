@@ -49,14 +49,6 @@ def test_weights_start_as_in_gpt2():
             assert (p == (1 if name.endswith('weight') else 0)).all(), name
 
 
-def test_targets_of_minus_one_count_for_nothing(model):
-    idx, targets = tokens(2, 16), tokens(2, 16).flip(1)
-    targets[1, 3:] = -1
-    logits, loss = model(idx, targets)
-    torch.testing.assert_close(loss, F.cross_entropy(logits.flatten(0, 1), targets.flatten(),
-                                                     ignore_index=-1))
-
-
 def test_padding_of_the_vocabulary_counts_for_nothing(model):
     idx = tokens(2, 16)
     logits, loss = model(idx, idx)

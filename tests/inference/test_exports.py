@@ -78,7 +78,7 @@ def test_an_export_computes_the_same_in_transformers(name, tmp_path):
         assert torch.equal(opened(folder)(idx)[0], plain(idx)[0])
 
 
-def changed_model(folder, monkeypatch, line, change):
+def changed_model(folder, monkeypatch, line, change, **flags):
     """A model of a model.py in which `line` was changed, with what that file holds."""
     text = (ROOT / 'model.py').read_text()
     assert line in text
@@ -87,37 +87,42 @@ def changed_model(folder, monkeypatch, line, change):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, 'changed', module)
     spec.loader.exec_module(module)
-    return shaken(GPT=module.GPT, GPTConfig=module.GPTConfig, block_size=64)
+    return shaken(GPT=module.GPT, GPTConfig=module.GPTConfig, **flags)
 
 
 ATTENTION = 'y = self.sdpa('
 EMBEDDING = 'x = self.transformer.wte(idx)'
-CHANGED = {  # a line of model.py, what it becomes
-    'the branch counts twice': ('x + self.mlp(', 'x + 2 * self.mlp('),
+CHANGED = {  # a line of model.py, what it becomes, flags
+    'the branch counts twice': ('x + self.mlp(', 'x + 2 * self.mlp(', {}),
     'a window': (ATTENTION, 'queries = torch.arange(T) if cache is None else cache.columns\n'
                             '        distance = queries[:, None] - torch.arange(k.size(2))\n'
                             '        near = (distance >= 0) & (distance < 40)\n'
                             '        mask = near if mask is None else near & mask\n'
-                            f'        {ATTENTION}'),
+                            f'        {ATTENTION}', {}),
+    'one token': (EMBEDDING, f'{EMBEDDING} * (1 + (idx == 250))[..., None]', {}),
     'repeated tokens': (EMBEDDING, 'earlier = F.pad(idx, (1, 0))[:, :-1] if cache is None else '
                                    'cache.tokens.prepend_earlier(idx[..., None], 1)[:, :-1, 0]\n'
-                                   f'        {EMBEDDING} * (1 + (idx == earlier))[..., None]')}
+                                   f'        {EMBEDDING} * (1 + (idx == earlier))[..., None]', {}),
+    'activation': ("'gelu': partial(F.gelu, approximate='tanh')", "'gelu': F.gelu", {}),
+    'queries are not normalized': ('self.q_norm(q.view(B, T, -1, D))', 'q.view(B, T, -1, D)',
+                                   dict(LLAMA, qk_norm=True, bias=False))}
 INCONSISTENT = {  # with a cache the model computes something else than without
     'forward scales the logits': ('return self.logits(x), None',
-                                  'return self.logits(x) / 2, None'),
-    'values with a cache': ('cache.extend(k, v)', 'cache.extend(k, 1.1 * v)'),
+                                  'return self.logits(x) / 2, None', {}),
+    'values with a cache': ('cache.extend(k, v)', 'cache.extend(k, 1.1 * v)', {}),
     'repeated tokens without a cache': (
         EMBEDDING, 'earlier = F.pad(idx, (1, 0), value=-1)[:, :-1]\n'
-                   f'        {EMBEDDING} * (1 + (idx == earlier))[..., None]'),
+                   f'        {EMBEDDING} * (1 + (idx == earlier))[..., None]', {}),
     'a window without a cache': ('else documents.mask\n', 'else documents.mask\n        mask = '
-                                 'torch.ones(T, T).tril().triu(-40).bool()\n')}
+                                 'torch.ones(T, T).tril().triu(-40).bool()\n', {})}
 
 
 @pytest.mark.parametrize('name', CHANGED)
 def test_a_network_that_its_user_changed_is_exported_with_its_code(name, tmp_path, monkeypatch):
-    ours = changed_model(tmp_path, monkeypatch, *CHANGED[name])
+    line, change, flags = CHANGED[name]
+    ours = changed_model(tmp_path, monkeypatch, line, change, block_size=64, **flags)
     folder = exported(tmp_path / 'a', ours)
-    assert CHANGED[name][1] in (folder / 'model.py').read_text()
+    assert change in (folder / 'model.py').read_text()
     assert same_logits(ours, in_transformers(folder), tokens(256, 2, 64))
     with pytest.raises(UserError, match=r'model\.py'):  # llama.cpp runs no code of ours
         write_gguf(tmp_path / 'a.gguf', ours, BYTES, 'float32')
@@ -126,14 +131,15 @@ def test_a_network_that_its_user_changed_is_exported_with_its_code(name, tmp_pat
 @pytest.mark.parametrize('name', INCONSISTENT)
 def test_a_network_that_computes_something_else_with_a_cache_is_not_exported(
         name, tmp_path, monkeypatch):
-    ours = changed_model(tmp_path, monkeypatch, *INCONSISTENT[name])
+    ours = changed_model(tmp_path, monkeypatch, *INCONSISTENT[name][:2], block_size=64)
     with pytest.raises(UserError, match=r'model\.py'):
         exported(tmp_path / 'a', ours)
 
 
 def test_a_network_that_ignores_the_cache_writes_no_text(tmp_path, monkeypatch):
+    line, change, _ = INCONSISTENT['a window without a cache']  # of 40 tokens
     with pytest.raises(UserError, match='KV cache'):
-        check_cache(changed_model(tmp_path, monkeypatch, *INCONSISTENT['a window without a cache']))
+        check_cache(changed_model(tmp_path, monkeypatch, line, change, block_size=64))
 
 
 @pytest.fixture(scope='module')
@@ -231,7 +237,7 @@ def test_an_architecture_that_an_edited_network_does_not_compute_is_refused(
 def test_an_edited_network_is_exported_as_an_architecture_that_it_still_computes(
         tmp_path, capsys, monkeypatch):
     folder = exported(Path('in'), shaken(block_size=64))
-    ours = changed_model(tmp_path, monkeypatch, EMBEDDING, f'{EMBEDDING} * 1.0')
+    ours = changed_model(tmp_path, monkeypatch, EMBEDDING, f'{EMBEDDING} * 1.0', block_size=64)
     monkeypatch.setattr(open_weights, 'GPT', type(ours))
     export.main([f'--init_from={folder}', '--dest=code'])
     assert '--format=gpt2' in capsys.readouterr().out

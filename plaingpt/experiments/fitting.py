@@ -1,6 +1,5 @@
 """Choose what fits into memory: parallel=auto, batch_size=auto, or a refusal before the run."""
 
-from dataclasses import replace
 
 from model import GPT
 from plaingpt.core import loss
@@ -66,12 +65,10 @@ def fit_by_plan(planner, config, device, available):
 
     Raises UserError if a step does not fit. On CUDA, only weights, gradients and optimizer states
     must fit by plan, because the GPU itself reports if the rest does not."""
-    if config.world_size() > 1:
-        config = replace(config, parallel=planner.choose_parallel(config, available))
-        print0(f'parallel {config.parallel}')
     is_auto = config.batch_size == 'auto'
-    if is_auto:
-        config = replace(config, batch_size=planner.largest_batch(config, available) or 1)
+    config = planner.resolve(config, available)
+    if config.world_size() > 1:
+        print0(f'parallel {config.parallel}')
     plan = planner.predict(config)
     static = plan.totals['optimizer'] - plan.phases['optimizer']['activations']
     if (static if device.type == 'cuda' else plan.total) > available:

@@ -294,16 +294,18 @@ class Planner:
         sizes = micro_batches(config)
         return sizes[bisect(sizes, available, key=total) - 1]
 
-    def choose_parallel(self, config, available):
-        """Return 'ddp' if a step fits, else 'fsdp'. All processes must pass the same `available`.
-        With batch_size=auto, the step has micro-batches of 1."""
-        if config.parallel != 'auto':
-            return config.parallel
-        if config.world_size() == 1:
-            return 'ddp'
+    def resolve(self, config, available):
+        """→ the config with parallel=auto and batch_size=auto resolved: 'ddp' if a step fits, else
+        'fsdp', and the largest batch, or 1 if none fits. All processes must pass the same
+        `available`."""
+        if config.parallel == 'auto' and config.world_size() > 1:
+            batch_size = 1 if config.batch_size == 'auto' else config.batch_size
+            ddp = replace(config, parallel='ddp', batch_size=batch_size)
+            fits = self.predict(ddp).total <= available
+            config = replace(config, parallel='ddp' if fits else 'fsdp')
         if config.batch_size == 'auto':
-            config = replace(config, batch_size=1)
-        return 'ddp' if self.predict(config).total <= available else 'fsdp'
+            config = replace(config, batch_size=self.largest_batch(config, available) or 1)
+        return config
 
 
 def micro_batches(config):

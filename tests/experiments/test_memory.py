@@ -169,8 +169,8 @@ def test_a_job_with_shards_plans_its_batch_size(char_data, tmp_path):
                {'batch_size': 1, 'micro_steps': 2})])  # the batch follows
 def test_the_model_is_sharded_where_copies_of_it_do_not_fit(batch, smallest):
     def choice(available, **config):
-        return planner(SMALL, 'bfloat16', 'cuda').choose_parallel(
-            settings(SMALL, **{'processes': 8, **batch, **config}), available)
+        return planner(SMALL, 'bfloat16', 'cuda').resolve(
+            settings(SMALL, **{'processes': 8, **batch, **config}), available).parallel
 
     copies = predict(SMALL, settings(SMALL, processes=8, **smallest), 'bfloat16', 'cuda').total
     assert choice(copies) == 'ddp'

@@ -120,13 +120,13 @@ def main(argv):
     if config.judge:
         name = 'judge'
         rows, text, status = judge(config, training_args(argv), f'{folder}/results.tsv')
-    elif config.variants:
-        name = Path(config.variants).stem
-        variants = runs.read_variants(config.variants, config)
-        rows, text = measure_variants(config, variants, training_args(argv), f'{folder}/{name}')
-    elif config.sweep:
-        name = f'sweep-{config.sweep.partition("=")[0]}'
-        variants = runs.sweep_variants(config.sweep)
+    elif config.variants or config.sweep:
+        if config.variants:
+            name = Path(config.variants).stem
+            variants = runs.read_variants(config.variants, config)
+        else:
+            name = f'sweep-{config.sweep.partition("=")[0]}'
+            variants = runs.sweep_variants(config.sweep)
         rows, text = measure_variants(config, variants, training_args(argv), f'{folder}/{name}')
     else:
         name = 'speed'

@@ -76,15 +76,6 @@ def find_machine(config, gpt_config):
     return device, dtype, devices.device_memory(device, config.processes)
 
 
-def resolve(planner, config, available):
-    """→ the config with parallel=auto and batch_size=auto resolved as in train.py"""
-    config = replace(config, parallel=planner.choose_parallel(config, available))
-    if config.batch_size != 'auto':
-        return config
-    batch_size = planner.largest_batch(config, available)
-    return replace(config, batch_size=batch_size or 1)
-
-
 def options_that_fit(planner, config, available):
     """→ options with the largest batch_size that fits at the same tokens per step, or ''. If not
     even 1 fits, adds activation checkpointing, and then up to 1,024 times as many GPUs."""
@@ -213,7 +204,7 @@ def main(argv):
     device, dtype, available = find_machine(config, gpt_config)
     print('simulating one step on fake tensors …', file=sys.stderr, flush=True)
     planner = Planner(build, gpt_config, dtype, device.type)
-    config = resolve(planner, config, available)
+    config = planner.resolve(config, available)
     plan = print_memory(planner, config, available)
     step_s = None
     if not config.gpu_memory_gb and config.processes == 1 and plan.total <= available:

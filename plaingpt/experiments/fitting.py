@@ -1,9 +1,5 @@
 """Choose what fits into memory: parallel=auto, batch_size=auto, or a refusal before the run."""
 
-import gc
-from dataclasses import replace
-
-import torch
 
 from model import GPT
 from plaingpt.core import loss
@@ -69,60 +65,16 @@ def fit_by_plan(planner, config, device, available):
 
     Raises UserError if a step does not fit. On CUDA, only weights, gradients and optimizer states
     must fit by plan, because the GPU itself reports if the rest does not."""
+    is_auto = config.batch_size == 'auto'
+    config = planner.resolve(config, available)
     if config.world_size() > 1:
-        config = replace(config, parallel=planner.choose_parallel(config, available))
         print0(f'parallel {config.parallel}')
-    if config.batch_size == 'auto':
-        return with_largest_batch(planner, config, device, available)
     plan = planner.predict(config)
     static = plan.totals['optimizer'] - plan.phases['optimizer']['activations']
     if (static if device.type == 'cuda' else plan.total) > available:
         refuse(config, f'a step needs {gib(plan.total)} ({gib(static)} of it for weights, '
                        'gradients and optimizer states)', available)
+    if is_auto:
+        print0(f'batch_size {config.batch_size} (a step needs {gib(plan.total)}, and '
+               f'{gib(available)} is free) | gradient accumulation {config.accumulation()}')
     return config
-
-
-def with_largest_batch(planner, config, device, available):
-    """The TrainConfig with the largest batch_size that is planned to fit, the same on all
-    processes. On CUDA, a step is tried, and the size halved while it runs out of memory. Raises
-    UserError."""
-    from plaingpt.experiments.memory import micro_batches
-    planned = planner.largest_batch(config, available)
-    batch_size = min(all_gather(planned, gloo_group()))
-    try_step = device.type == 'cuda' and config.parallel != 'fsdp'  # a trial needs the full model
-    while batch_size and try_step:
-        trial = replace(config, batch_size=batch_size)
-        if all(all_gather(step_fits(planner, trial, device), gloo_group())):
-            break
-        batch_size = max((n for n in micro_batches(config) if n <= batch_size // 2), default=0)
-    if not batch_size:
-        raise UserError(f'batch_size=auto: a micro-batch of 1 does not fit in {gib(available)} on '
-                        f'{device}; choose a smaller model or --activation_checkpointing=full')
-    config = replace(config, batch_size=batch_size)
-    print0(f'batch_size {batch_size} (the largest that fits in {gib(available)}) | gradient '
-           f'accumulation {config.accumulation()}')
-    return config
-
-
-def step_fits(planner, config, device):
-    """Whether steps run on this CUDA device. They run in eager mode, which takes at least as much
-    memory as a compiled step."""
-    from plaingpt.experiments.memory import fake_job, token_batches
-    micro_steps = min(2, config.accumulation() // config.world_size())
-    with torch.random.fork_rng([device]):
-        try:
-            with fake_job():
-                _, step = planner.build(planner.gpt_config, config, device, planner.dtype)
-                step.micro_steps = micro_steps
-                for _ in range(2):  # the first creates the optimizer states
-                    step.forward_backward(token_batches(config.batch_size, config.block_size,
-                                                        device))
-                    step.update(config.learning_rate)
-            fits = True
-        except torch.OutOfMemoryError:
-            fits = False
-    step = None
-    gc.collect()  # after an error, the graph is part of a reference cycle
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    return fits

@@ -24,11 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from model import GPTConfig
 from plaingpt.core import attention, loss, optimizers, sharding
-from plaingpt.core.loss import chunk_size
 from plaingpt.system.formatting import GIB
 
 CUDA_OVERHEAD = GIB  # an allowance for CUDA's context and fragmentation, not a measurement
-MAX_CHUNKS = 64  # of the loss in a trace; larger batches are extrapolated
 CATEGORIES = {'Parameter': 'weights', 'Buffer': 'weights', 'Gradient': 'gradients',
               'Optstate': 'optimizer'}  # the tracker's names → ours; all others are activations
 
@@ -54,10 +52,10 @@ def fake_world(processes):
 
 
 @contextmanager
-def fake_job(shards=0):
+def fake_job(shards):
     """A context, also inside of a real job, in which build() and Step never wait for other
-    processes. They act as in a single process, or as one of the processes of FSDP, for so many
-    shards."""
+    processes. They act as one of the processes of FSDP, for so many shards, or if 0 as in a single
+    process."""
     world, mesh = distributed_c10d._World(), None
     if shards:
         world, mesh = fake_world(shards)
@@ -142,6 +140,12 @@ def convert_in_place(module, fn, recurse=True):
     for buffer in module.buffers(recurse=False):
         buffer.data = fn(buffer.data)
     return module
+
+
+def first_chunks(*args):
+    """range() for LossInChunks: a trace has three chunks, and all others would take as much memory
+    as the third one."""
+    return range(*args)[:3]
 
 
 class Phases:
@@ -250,83 +254,62 @@ class Planner:
     device_type: str
     traces: dict = field(default_factory=dict)
 
-    def predict(self, config, max_chunks=MAX_CHUNKS):
-        """The Plan of a step of one process; config.batch_size must be a number. In each phase,
-        memory is linear in the batch size for batches of whole chunks of the loss: a batch of more
-        than max_chunks is on the line through batches of 4 and 5. Raises UserError."""
-        sequences = math.ceil(self.chunk_size(config) / self.gpt_config.block_size)
-        low, high = 4 * sequences, 5 * sequences
-        if config.batch_size <= max(high, max_chunks * sequences):
-            phases = self.phases(config, config.batch_size)
-        else:
-            position = (config.batch_size - low) / (high - low)
-            phases, phases_high = self.phases(config, low), self.phases(config, high)
-            for phase, sizes in phases.items():
-                phases[phase] = {
-                    category: round(size + (phases_high[phase][category] - size) * position)
-                    for category, size in sizes.items()}
-        return Plan(phases, CUDA_OVERHEAD if self.device_type == 'cuda' else 0)
-
-    def phases(self, config, batch_size):
-        """{phase: {category: bytes}} of a step with another batch size, but with the chunks of the
-        loss that config.batch_size has."""
+    def predict(self, config):
+        """The Plan of a step of one process; config.batch_size must be a number. Raises UserError.
+        """
         world_size = config.world_size()
-        is_ddp = world_size > 1 and config.parallel != 'fsdp'  # its gradients are never freed
+        parallel, shards = 'ddp', 1
+        if config.parallel == 'fsdp':
+            parallel, shards = 'fsdp', world_size
+        is_ddp = world_size > shards  # its gradients are never freed
         micro_steps = 2 if config.accumulation() > world_size or is_ddp else 1
-        chunk = self.chunk_size(config)
-        config = replace(config, batch_size=batch_size)
-        phases = dict(self.trace(config, chunk, micro_steps))
+        # Settings that do not affect memory get a fixed value, so that plans share traces.
+        config = replace(config, parallel=parallel, gradient_accumulation_steps=shards,
+                         total_batch_size=0, seed=0)
+        key = repr((config, shards, micro_steps))
+        if key not in self.traces:
+            self.traces[key] = self.trace(config, micro_steps)
+        phases = dict(self.traces[key])
         if is_ddp:
             gradients = phases['optimizer']['gradients']
             phases['between steps'] = phases['between steps'] | {'gradients': gradients}
-        return phases
+        return Plan(phases, CUDA_OVERHEAD if self.device_type == 'cuda' else 0)
 
-    def trace(self, config, chunk, micro_steps):
-        """trace(), cached. chunk: tokens per chunk of the loss"""
-        # Settings that do not affect memory get a fixed value, so that plans share traces.
-        processes = 1
-        if config.parallel == 'fsdp':
-            processes = config.world_size()
-        else:
-            config = replace(config, parallel='ddp')
-        config = replace(config, gradient_accumulation_steps=processes, total_batch_size=0, seed=0)
-        key = repr((config, processes, micro_steps, chunk))
-        if key not in self.traces:
-            kernels = nullcontext() if self.device_type == 'cpu' else gpu_kernels()
-            with kernels, mock.patch.object(loss, 'chunk_size', lambda *_: chunk):
-                self.traces[key] = trace(self.build, self.gpt_config, config, self.dtype,
-                                         micro_steps)
-        return self.traces[key]
-
-    def chunk_size(self, config):
-        return chunk_size(config.batch_size * self.gpt_config.block_size,
-                          self.gpt_config.vocab_size, self.device_type)
+    def trace(self, config, micro_steps):
+        """trace(), with the chunks of the loss and the kernels that this device has."""
+        chunk = loss.chunk_size(config.batch_size * self.gpt_config.block_size,
+                                self.gpt_config.vocab_size, self.device_type)
+        kernels = nullcontext() if self.device_type == 'cpu' else gpu_kernels()
+        with kernels, mock.patch.object(loss, 'chunk_size', lambda *_: chunk), \
+                mock.patch.object(loss, 'range', first_chunks, create=True):
+            return trace(self.build, self.gpt_config, config, self.dtype, micro_steps)
 
     def largest_batch(self, config, available):
         """The largest micro-batch size that is planned to fit; 0 if none is."""
         def total(batch_size):
-            return self.predict(replace(config, batch_size=batch_size), max_chunks=5).total
+            return self.predict(replace(config, batch_size=batch_size)).total
 
         if total(1) > available:  # saves tracing larger ones
             return 0
         sizes = micro_batches(config)
         return sizes[bisect(sizes, available, key=total) - 1]
 
-    def choose_parallel(self, config, available):
-        """Return 'ddp' if a step fits, else 'fsdp'. All processes must pass the same `available`.
-        With batch_size=auto, the step has micro-batches of 1."""
-        if config.parallel != 'auto':
-            return config.parallel
-        if config.world_size() == 1:
-            return 'ddp'
+    def resolve(self, config, available):
+        """→ the config with parallel=auto and batch_size=auto resolved: 'ddp' if a step fits, else
+        'fsdp', and the largest batch, or 1 if none fits. All processes must pass the same
+        `available`."""
+        if config.parallel == 'auto' and config.world_size() > 1:
+            batch_size = 1 if config.batch_size == 'auto' else config.batch_size
+            ddp = replace(config, parallel='ddp', batch_size=batch_size)
+            fits = self.predict(ddp).total <= available
+            config = replace(config, parallel='ddp' if fits else 'fsdp')
         if config.batch_size == 'auto':
-            config = replace(config, batch_size=1)
-        return 'ddp' if self.predict(config).total <= available else 'fsdp'
+            config = replace(config, batch_size=self.largest_batch(config, available) or 1)
+        return config
 
 
 def micro_batches(config):
     """The micro-batch sizes that divide a process's sequences per step, in ascending order."""
     sequences = config.total_batch_size // (config.block_size * config.world_size())
-    limit = min(math.isqrt(sequences), 2**20)  # finds all divisors of up to 2**40 sequences
-    divisors = [n for n in range(1, limit + 1) if sequences % n == 0]
+    divisors = [n for n in range(1, math.isqrt(sequences) + 1) if sequences % n == 0]
     return sorted({*divisors, *(sequences // n for n in divisors)})

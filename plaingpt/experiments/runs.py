@@ -263,15 +263,13 @@ def summarize(folder):
 
 def train_all(variants, folder, is_judge=False):
     """Train all variants in subfolders of `folder` → [a dict per run]. All variants of a seed are
-    trained before the next seed, so that a drift in the machine's speed affects them equally. A
-    failed run has None for its results. Raises RunFailed if the first run fails.
-
-    is_judge: any failure and any loss that is not finite raises, no run is reused, and the order of
-        the variants alternates, so that neither always runs second."""
+    trained before the next seed, in alternating order, so that a drift in the machine's speed
+    affects them equally. A failed run has None for its results. Raises RunFailed if the first run
+    fails. is_judge: any failure and any loss that is not finite raises, and no run is reused"""
     order = []
     for i in range(len(variants[0].seeds)):
         row = [(variant, variant.seeds[i]) for variant in variants]
-        order += reversed(row) if is_judge and i % 2 else row
+        order += reversed(row) if i % 2 else row
     print(f'{count_of(len(order), "run")} in {folder}', file=sys.stderr)
     runs = []
     for variant, seed in tqdm(order, 'training', disable=None):

@@ -67,7 +67,7 @@ class Metrics:
         if not self.quiet and self.path:
             self.rows = read_rows(self.path)
             for row in self.rows:
-                self._send(row)
+                self._call_backends('log', row)
             self.diagnosed = set(diagnose(self.rows, self.record))
         config = self.config
         self.bar = tqdm(total=None if config.minutes else config.max_iters, initial=iter_num,
@@ -166,8 +166,7 @@ class Metrics:
         self.bar.close()
         if self.path:
             self._diagnose()
-        for backend in list(self.backends):
-            self._call(backend, backend.close)
+        self._call_backends('close')
 
     def _print_columns(self, iter_num, *columns):
         width = len(str(self.config.max_iters))
@@ -183,19 +182,16 @@ class Metrics:
         self.rows.append(row)
         if self.path:
             append_line(self.path, row)
-            self._send(row)
+            self._call_backends('log', row)
 
-    def _send(self, row):
+    def _call_backends(self, method, *args):
         for backend in list(self.backends):
-            self._call(backend, backend.log, row)
-
-    def _call(self, backend, method, *args):
-        try:
-            method(*args)
-        except Exception as e:  # a backend may raise anything, and must not stop the run
-            self.backends.remove(backend)
-            self.print(f'warning: {backend.name} failed ({one_line(e)}): logging continues without '
-                       f'it; {self.path} has all metrics')
+            try:
+                getattr(backend, method)(*args)
+            except Exception as e:  # a backend may raise anything, and must not stop the run
+                self.backends.remove(backend)
+                self.print(f'warning: {backend.name} failed ({one_line(e)}): logging continues '
+                           f'without it; {self.path} has all metrics')
 
     def _diagnose(self):
         if self.quiet:

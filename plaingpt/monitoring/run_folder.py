@@ -6,12 +6,15 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from plaingpt.core.checkpoint import checkpoint_paths, clean_up, find, iteration_of
+import torch
+
+from plaingpt.core.checkpoint import checkpoint_paths, checksum, clean_up, find, iteration_of
 from plaingpt.core.progress import FINISHED, TIME_UP
 from plaingpt.core.settings import NOT_COMPARED
 from plaingpt.monitoring.references import find_reference
-from plaingpt.monitoring.run_record import RUN_FILES, describe_run, trim_rows
+from plaingpt.monitoring.run_record import RUN_FILES, read_run, trim_rows
 from plaingpt.monitoring.run_report import write_report
+from plaingpt.system.devices import machine_name
 from plaingpt.system.distributed import StopRequest, launched_world, print0
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import make_writable, write_json
@@ -44,6 +47,33 @@ def open_run_folder(run):
                 trim_rows(out_dir / name, progress.iter_num, progress.evaluated)
     write_json(out_dir / 'run.json', record)
     return record
+
+
+def describe_run(run):
+    """The contents of run.json for a train.Run."""
+    config, dataset = run.config, run.dataset
+    if run.start.resumed:
+        from_scratch = read_run(config.out_dir).get('from_scratch', True)
+    else:
+        from_scratch = config.init_from in ('scratch', 'auto')
+    return {
+        'config': asdict(config), 'changed': changed_settings(config),
+        'data': {'folder': str(dataset.folder), 'source': dataset.meta.get('source', {}),
+                 'val': checksum(dataset.identity('val'))},
+        'vocab_size': dataset.vocab_size, 'train_tokens': run.train_data.epoch_tokens(),
+        'val_bytes_per_token': dataset.bytes_per_token('val'),
+        'from_scratch': from_scratch,
+        'machine': {'device': machine_name(run.step.device), 'processes': launched_world().size},
+        'dtype': run.step.dtype, 'compile': run.step.compile,
+        'versions': {'torch': torch.__version__},
+        'command': ' '.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def changed_settings(config):
+    """The resolved() settings of a TrainConfig that differ from the defaults."""
+    defaults = type(config)().resolved()
+    return {key: value for key, value in config.resolved().items() if value != defaults[key]}
 
 
 def archive_previous_run(out_dir, after=-1):

@@ -5,9 +5,7 @@ micro-batches and processes; unknown values are null.
 """
 
 import json
-import sys
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 
 from plaingpt.system.errors import warn
@@ -81,38 +79,6 @@ def column(rows, key):
 
 # -----------------------------------------------------------------------------
 # run.json
-
-
-def describe_run(run):
-    """The contents of run.json for a train.Run."""
-    import torch  # here, so that plot.py starts without it
-
-    from plaingpt.core.checkpoint import checksum
-    from plaingpt.system.devices import machine_name
-    from plaingpt.system.distributed import launched_world
-    config, dataset = run.config, run.dataset
-    if run.start.resumed:
-        from_scratch = read_run(config.out_dir).get('from_scratch', True)
-    else:
-        from_scratch = config.init_from in ('scratch', 'auto')
-    return {
-        'config': asdict(config), 'changed': changed_settings(config),
-        'data': {'folder': str(dataset.folder), 'source': dataset.meta.get('source', {}),
-                 'val': checksum(dataset.identity('val'))},
-        'vocab_size': dataset.vocab_size, 'train_tokens': run.train_data.epoch_tokens(),
-        'val_bytes_per_token': dataset.bytes_per_token('val'),
-        'from_scratch': from_scratch,
-        'machine': {'device': machine_name(run.step.device), 'processes': launched_world().size},
-        'dtype': run.step.dtype, 'compile': run.step.compile,
-        'versions': {'torch': torch.__version__},
-        'command': ' '.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-    }
-
-
-def changed_settings(config):
-    """The resolved() settings of a TrainConfig that differ from the defaults."""
-    defaults = type(config)().resolved()
-    return {key: value for key, value in config.resolved().items() if value != defaults[key]}
 
 
 def read_run(out_dir):

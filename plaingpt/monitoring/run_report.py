@@ -4,7 +4,9 @@ import io
 import math
 import textwrap
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
+
+import numpy as np
 
 from plaingpt.monitoring.diagnosis import diagnose
 from plaingpt.monitoring.references import compare, read_band
@@ -41,20 +43,16 @@ def write_report(out_dir, run, print_line):
     run: the contents of run.json"""
     out_dir = Path(out_dir)
     rows = read_rows(out_dir / 'metrics.jsonl')
-
-    def write_picture(path):
-        draw_runs([(out_dir.name, rows, run)], path)
-
-    def write_text(path):
-        write_atomically(path, printable(format_report(out_dir, rows, run)))
-
-    for name, write in (('loss.png', write_picture), ('report.md', write_text)):
-        try:
-            write(out_dir / name)
-        except Exception as e:
-            print_line(f'warning: {name} was not written: {one_line(e)}')
-    if (out_dir / 'report.md').exists():
+    try:
+        draw_runs([(out_dir.name, rows, run)], out_dir / 'loss.png')
+    except Exception as e:
+        print_line(f'warning: loss.png was not written: {one_line(e)}')
+    try:
+        report = printable(format_report(out_dir, rows, run))
+        write_atomically(out_dir / 'report.md', report)
         print_line(f'wrote {out_dir}/report.md (a summary of the run)')
+    except Exception as e:
+        print_line(f'warning: report.md was not written: {one_line(e)}')
 
 
 def format_report(out_dir, rows, run):
@@ -102,66 +100,63 @@ def draw_runs(runs, path):
     band of its reference, several over their tokens. Returns a line about losses that cannot be
     compared, or None.
 
-    Raises UserError if matplotlib is not installed, or no run has a validation loss yet.
+    Raises UserError if matplotlib is not installed, no run has a validation loss yet, or their
+    losses cannot be compared.
     """
     if not any(rows_with(rows, 'val_loss') for _, rows, _ in runs):
         raise UserError('nothing to plot yet: no evaluation has been logged')
     with needs('matplotlib', 'drawing curves'):
         from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter
     is_single = len(runs) == 1
     names = dict.fromkeys(name for name, *_ in runs)  # the seeds of a variant share one
     colors = {name: f'C{i % 10}' for i, name in enumerate(names)}
-    key, groups, note = comparable_losses(runs)
+    key, note = comparable_loss(runs)
     panels = group_keys(runs, ['loss', 'train_loss', key] if is_single else [key])
     num_rows = math.ceil(len(panels) / COLUMNS)
     figure = Figure(figsize=(12, 5 + 2.5 * num_rows), layout='constrained')
     grid = figure.add_gridspec(2 + num_rows, COLUMNS)
-    top = grid[:2, :].subgridspec(1, len(groups))
-    for i, group in enumerate(groups):
-        axes = figure.add_subplot(top[i])
-        axes.set_yscale('log')
-        if is_single:
-            draw_losses(axes, *group[0])
-        else:
-            compare_losses(axes, group, key, colors)
-        if len(groups) > 1:
-            axes.set_title(f'{TITLES[key]} on {group[0][2]["data"]["folder"]}'.replace('$', r'\$'))
-        set_log_ticks(axes, 8)
-        add_legend(axes)
+    axes = figure.add_subplot(grid[:2, :])
+    axes.set_yscale('log')
+    if is_single:
+        draw_losses(axes, *runs[0])
+    else:
+        for name, rows, _ in runs:
+            draw_line(axes, rows, 'tokens', key, color=colors[name], marker='.',
+                      label=name.replace('$', r'\$'))
+        axes.set(title=TITLES[key], xlabel='tokens')
+    set_log_ticks(axes, 8)
+    add_legend(axes)
     for i, (panel, keys) in enumerate(panels.items()):
         axes = figure.add_subplot(grid[2 + i // COLUMNS, i % COLUMNS])
         draw_panel(axes, runs, panel, keys, colors)
     for axes in figure.axes:
         axes.grid(alpha=0.25)
         if not is_single:
-            axes.xaxis.set_major_formatter(with_suffix)
+            axes.xaxis.set_major_formatter(EngFormatter(sep=''))  # 25000 → 25k
     png = io.BytesIO()
     figure.savefig(png, dpi=110, format='png')
     write_atomically(path, png.getvalue())
     return note
 
 
-def comparable_losses(runs):
-    """→ the key of the loss to compare, the groups of runs whose losses share a panel, and a line
-    that says so if not all were evaluated on the same tokens (else None)"""
+def comparable_loss(runs):
+    """→ the key of the loss to compare, and a line that says so if not all runs were evaluated on
+    the same tokens (else None). Raises UserError if bits per byte are then unknown."""
     runs = [run for run in runs if column(run[1], 'val_loss')]
-    data = [run.get('data', {}) for *_, run in runs]
-    if all('val' in facts for facts in data):
-        tokens = [facts['val'] for facts in data]
+    facts = [(run.get('data', {}), run.get('val_bytes_per_token')) for *_, run in runs]
+    if all('val' in data for data, _ in facts):
+        tokens = [data['val'] for data, _ in facts]
     else:  # a run of an older version
-        tokens = [(facts.get('folder'), run.get('val_bytes_per_token'))
-                  for facts, (*_, run) in zip(data, runs, strict=True)]
-    groups = {}
-    for run, identity in zip(runs, tokens, strict=True):
-        groups.setdefault(identity, []).append(run)
-    if len(groups) == 1:
-        return 'val_loss', [runs], None
-    sides = ' | '.join(', '.join(dict.fromkeys(name for name, *_ in group))
-                         for group in groups.values())
-    note = f'{sides}: evaluated on different tokens (another text, split or tokenizer)'
-    if all(column(rows, 'val_bpb') for _, rows, _ in runs):
-        return 'val_bpb', [runs], f'{note}; validation losses are compared in bits per byte'
-    return 'val_loss', [*groups.values()], f'{note}; validation losses are drawn in a panel each'
+        tokens = [(data.get('folder'), bytes_per_token) for data, bytes_per_token in facts]
+    if len(set(tokens)) == 1:
+        return 'val_loss', None
+    note = 'the runs were evaluated on different tokens (another text, split or tokenizer)'
+    for name, rows, _ in runs:
+        if not column(rows, 'val_bpb'):
+            raise UserError(f'{note}, and {name} has no bits per byte to compare: plot the runs '
+                            'one at a time')
+    return 'val_bpb', f'{note}; validation losses are compared in bits per byte'
 
 
 def panel_of(key):
@@ -194,7 +189,10 @@ def group_keys(runs, drawn):
 def draw_losses(axes, name, rows, run):
     """Training and validation loss of one run, and the band of its reference."""
     if losses := column(rows, 'loss'):
-        iters, smoothed = column(rows_with(rows, 'loss'), 'iter'), running_mean(losses)
+        iters = column(rows_with(rows, 'loss'), 'iter')
+        window = np.ones(1 + 2 * (len(losses) // 40))  # narrower at the ends
+        smoothed = np.convolve(losses, window, 'same') \
+            / np.convolve(np.ones(len(losses)), window, 'same')
         axes.plot(iters, losses, 'C1', lw=0.8, alpha=0.4)
         axes.plot(iters, smoothed, 'C1', label=f'training {smoothed[-1]:.3f}')
     for key, label, color in (('train_loss', 'training, at evaluations', 'C2'),
@@ -207,14 +205,6 @@ def draw_losses(axes, name, rows, run):
         axes.fill_between(iters, lows, highs, color='black', alpha=0.15, lw=0,
                           label='reference (95% prediction interval)')
     axes.set(title='training and validation loss (nats per token)', xlabel='iteration')
-
-
-def compare_losses(axes, group, key, colors):
-    """Validation loss of each run of a group. colors: {name of a run: its color}"""
-    for name, rows, _ in group:
-        draw_line(axes, rows, 'tokens', key, color=colors[name], marker='.',
-                  label=name.replace('$', r'\$'))
-    axes.set(title=TITLES[key], xlabel='tokens')
 
 
 def set_log_ticks(axes, ticks):
@@ -230,21 +220,11 @@ def set_log_ticks(axes, ticks):
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def running_mean(values):
-    """The mean of each value and its neighbors: a window of a twentieth of all values, narrower at
-    the ends."""
-    radius = len(values) // 40
-    means = []
-    for i in range(len(values)):
-        reach = min(i, radius)
-        means.append(mean(values[i - reach:i + reach + 1]))
-    return means
-
-
 def draw_panel(axes, runs, panel, keys, colors):
     """A logged number of each run, or several: of all blocks, or of other parts of the model. Of
     the blocks of several runs, the medians."""
     from matplotlib import colormaps
+    from matplotlib.ticker import EngFormatter
     is_family = panel.endswith('.')
     is_single = len(runs) == 1
     x = 'iter' if is_single else 'tokens'
@@ -274,7 +254,7 @@ def draw_panel(axes, runs, panel, keys, colors):
     if panel in ('tokens_per_s', 'peak_memory_bytes') and axes.lines:
         axes.set_ylim(0, 1.1 * axes.dataLim.ymax)  # from 0: noise should not look like a trend
     if panel == 'tokens_per_s':
-        axes.yaxis.set_major_formatter(with_suffix)
+        axes.yaxis.set_major_formatter(EngFormatter(sep=''))
     add_legend(axes, fontsize='x-small')
 
 
@@ -294,14 +274,6 @@ def with_median(rows, keys, name):
         if values:
             medians.append(row | {name: median(values)})
     return medians
-
-
-def with_suffix(value, _=None):
-    """25000 → '25k', for the labels of an axis."""
-    for size, suffix in ((1e9, 'B'), (1e6, 'M'), (1e3, 'k')):
-        if value >= size:
-            return f'{value / size:g}{suffix}'
-    return f'{value:g}'
 
 
 def draw_line(axes, rows, x, key, **style):

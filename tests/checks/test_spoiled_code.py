@@ -365,8 +365,8 @@ SPOILED = {
 
 
 @pytest.mark.parametrize(('check', 'spoil', 'settings'), [
-    pytest.param(check, spoil, settings, id=name)
-    for check, spoiled in SPOILED.items() for name, spoil, settings in spoiled])
+    pytest.param(check, spoil, settings, id=name, marks=[pytest.mark.slow] if i > 1 else [])
+    for check, spoiled in SPOILED.items() for i, (name, spoil, settings) in enumerate(spoiled)])
 def test_broken_code_fails_its_check(check, spoil, settings, patch, failed):
     spoil(patch)
     assert check in failed(**{'n_layer': 3, **settings})

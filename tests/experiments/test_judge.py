@@ -70,18 +70,14 @@ def test_a_judgement_is_an_exit_code(change, code, verdict, judged, capsys):
     assert '--max_iters' in printed
 
 
-def test_both_sides_are_trained_with_the_same_seeds(judged):
-    _, trained = judged(SAME)
-    assert [(side, config.seed) for side, config in trained[2:]] == [
-        ('base', 5), ('change', 5), ('change', 6), ('base', 6), ('base', 7), ('change', 7)]
-
-
 @pytest.mark.parametrize('minutes', [0, 0.5])
-def test_the_runs_come_after_a_short_run_of_each_side(minutes, judged):
+def test_both_sides_are_trained_with_the_same_seeds_after_a_short_run_of_each(minutes, judged):
     _, trained = judged(SAME, f'--minutes={minutes}')
     assert [(side, config.minutes, config.max_iters) for side, config in trained[:2]] == [
         ('base', 0, 2), ('change', 0, 2)]
-    assert [config.minutes for _, config in trained[2:]] == 6 * [minutes]
+    assert [(side, config.seed, config.minutes) for side, config in trained[2:]] == [
+        ('base', 5, minutes), ('change', 5, minutes), ('change', 6, minutes),
+        ('base', 6, minutes), ('base', 7, minutes), ('change', 7, minutes)]
 
 
 def test_judged_runs_do_nothing_besides_training(judged):

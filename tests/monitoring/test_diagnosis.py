@@ -157,9 +157,10 @@ SGD = dict(optimizer='sgd', learning_rate=0.1)
 
 
 @pytest.mark.parametrize('change, settings, is_wrong', [
-    (step_again, {}, True), (step_again, {'log_interval': 50}, True), (clear_state, SGD, True),
-    (clear_each_state_at_times, {'optimizer': 'muon'}, True), (skip_half, {}, True),
-    (build_again, SGD, True), (overflow_at_times, {}, False), (overflow_at_times, SGD, False)])
+    (step_again, {'log_interval': 50}, True), (clear_state, SGD, True), (skip_half, {}, True),
+    (overflow_at_times, {}, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        (step_again, {}, True), (clear_each_state_at_times, {'optimizer': 'muon'}, True),
+        (build_again, SGD, True), (overflow_at_times, SGD, False)])])
 def test_a_loop_that_misuses_its_optimizer_is_named(change, settings, is_wrong, diagnosed,
                                                     monkeypatch):
     loop = train.train

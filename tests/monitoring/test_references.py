@@ -10,7 +10,7 @@ from processes import ROOT
 from configurator import load_config
 from plaingpt.core.settings import NOT_COMPARED, TrainConfig
 from plaingpt.monitoring import references
-from plaingpt.monitoring.run_record import changed_settings
+from plaingpt.monitoring.run_folder import changed_settings
 
 FACTS = {'config': {'total_batch_size': 0, 'batch_size': 2, 'block_size': 8, 'n_embd': 128,
                     'gradient_accumulation_steps': 1, 'check': 'auto'},

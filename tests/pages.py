@@ -29,7 +29,7 @@ LEFT_OUT = {  # pattern of a command: why no test runs it
     r'wandb login|hf auth login': 'asks for a password',
     r'tensorboard --logdir|transformers serve|llama-': 'another program, which reads our files',
     r'git clone|python tools/compare.py': 'needs another repository, and minutes',
-    r'python -m cProfile': 'compiles a recipe',
+    r'python tools/first_step.py': 'takes the time of a recipe; see test_compare.py',
     r'quickstart_gpu|out-quickstart-gpu': 'takes 250 MB of source; test_compare.py trains it small',
     r'python data/openwebtext/prepare.py': "is nanoGPT's",
     r'torchrun --max-restarts=3 …': 'is part of a command',

@@ -100,8 +100,7 @@ def draw_runs(runs, path):
     band of its reference, several over their tokens. Returns a line about losses that cannot be
     compared, or None.
 
-    Raises UserError if matplotlib is not installed, no run has a validation loss yet, or their
-    losses cannot be compared.
+    Raises UserError if matplotlib is not installed, or no run has a validation loss yet.
     """
     if not any(rows_with(rows, 'val_loss') for _, rows, _ in runs):
         raise UserError('nothing to plot yet: no evaluation has been logged')
@@ -111,22 +110,23 @@ def draw_runs(runs, path):
     is_single = len(runs) == 1
     names = dict.fromkeys(name for name, *_ in runs)  # the seeds of a variant share one
     colors = {name: f'C{i % 10}' for i, name in enumerate(names)}
-    key, note = comparable_loss(runs)
+    key, groups, note = comparable_losses(runs)
     panels = group_keys(runs, ['loss', 'train_loss', key] if is_single else [key])
     num_rows = math.ceil(len(panels) / COLUMNS)
     figure = Figure(figsize=(12, 5 + 2.5 * num_rows), layout='constrained')
     grid = figure.add_gridspec(2 + num_rows, COLUMNS)
-    axes = figure.add_subplot(grid[:2, :])
-    axes.set_yscale('log')
-    if is_single:
-        draw_losses(axes, *runs[0])
-    else:
-        for name, rows, _ in runs:
-            draw_line(axes, rows, 'tokens', key, color=colors[name], marker='.',
-                      label=name.replace('$', r'\$'))
-        axes.set(title=TITLES[key], xlabel='tokens')
-    set_log_ticks(axes, 8)
-    add_legend(axes)
+    top = grid[:2, :].subgridspec(1, len(groups))
+    for i, group in enumerate(groups):
+        axes = figure.add_subplot(top[i])
+        axes.set_yscale('log')
+        if is_single:
+            draw_losses(axes, *group[0])
+        else:
+            compare_losses(axes, group, key, colors)
+        if len(groups) > 1:
+            axes.set_title(f'{TITLES[key]} on {group[0][2]["data"]["folder"]}'.replace('$', r'\$'))
+        set_log_ticks(axes, 8)
+        add_legend(axes)
     for i, (panel, keys) in enumerate(panels.items()):
         axes = figure.add_subplot(grid[2 + i // COLUMNS, i % COLUMNS])
         draw_panel(axes, runs, panel, keys, colors)
@@ -140,23 +140,27 @@ def draw_runs(runs, path):
     return note
 
 
-def comparable_loss(runs):
-    """→ the key of the loss to compare, and a line that says so if not all runs were evaluated on
-    the same tokens (else None). Raises UserError if bits per byte are then unknown."""
+def comparable_losses(runs):
+    """→ the key of the loss to compare, the groups of runs whose losses share a panel, and a line
+    that says so if not all were evaluated on the same tokens (else None)"""
     runs = [run for run in runs if column(run[1], 'val_loss')]
-    facts = [(run.get('data', {}), run.get('val_bytes_per_token')) for *_, run in runs]
-    if all('val' in data for data, _ in facts):
-        tokens = [data['val'] for data, _ in facts]
+    data = [run.get('data', {}) for *_, run in runs]
+    if all('val' in facts for facts in data):
+        tokens = [facts['val'] for facts in data]
     else:  # a run of an older version
-        tokens = [(data.get('folder'), bytes_per_token) for data, bytes_per_token in facts]
-    if len(set(tokens)) == 1:
-        return 'val_loss', None
-    note = 'the runs were evaluated on different tokens (another text, split or tokenizer)'
-    for name, rows, _ in runs:
-        if not column(rows, 'val_bpb'):
-            raise UserError(f'{note}, and {name} has no bits per byte to compare: plot the runs '
-                            'one at a time')
-    return 'val_bpb', f'{note}; validation losses are compared in bits per byte'
+        tokens = [(facts.get('folder'), run.get('val_bytes_per_token'))
+                  for facts, (*_, run) in zip(data, runs, strict=True)]
+    groups = {}
+    for run, identity in zip(runs, tokens, strict=True):
+        groups.setdefault(identity, []).append(run)
+    if len(groups) == 1:
+        return 'val_loss', [runs], None
+    sides = ' | '.join(', '.join(dict.fromkeys(name for name, *_ in group))
+                         for group in groups.values())
+    note = f'{sides}: evaluated on different tokens (another text, split or tokenizer)'
+    if all(column(rows, 'val_bpb') for _, rows, _ in runs):
+        return 'val_bpb', [runs], f'{note}; validation losses are compared in bits per byte'
+    return 'val_loss', [*groups.values()], f'{note}; validation losses are drawn in a panel each'
 
 
 def panel_of(key):
@@ -205,6 +209,14 @@ def draw_losses(axes, name, rows, run):
         axes.fill_between(iters, lows, highs, color='black', alpha=0.15, lw=0,
                           label='reference (95% prediction interval)')
     axes.set(title='training and validation loss (nats per token)', xlabel='iteration')
+
+
+def compare_losses(axes, group, key, colors):
+    """Validation loss of each run of a group. colors: {name of a run: its color}"""
+    for name, rows, _ in group:
+        draw_line(axes, rows, 'tokens', key, color=colors[name], marker='.',
+                  label=name.replace('$', r'\$'))
+    axes.set(title=TITLES[key], xlabel='tokens')
 
 
 def set_log_ticks(axes, ticks):

@@ -1,6 +1,9 @@
+import sys
+
+import pytest
 import races
-from processes import ROOT, options
-from runs import lines
+from processes import ROOT, options, run
+from runs import TINY, lines
 
 import prepare
 import train
@@ -24,3 +27,10 @@ def test_the_recipe_of_a_gpu_quickstart_trains_small_on_a_cpu(text_file, tmp_pat
                          report=False, dtype='float32', out_dir=tmp_path / 'out')])
     first, last = (row['val_loss'] for row in lines(tmp_path / 'out', 'val_loss'))
     assert last < first - 0.3
+
+
+@pytest.mark.slow
+def test_the_phases_of_a_start_are_printed(char_data):
+    out = run(sys.executable, ROOT / 'tools/first_step.py', *TINY, f'--dataset={char_data}')
+    for phase in 'imports', 'setup', 'preflight', 'evaluate', 'end':
+        assert phase in out

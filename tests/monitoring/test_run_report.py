@@ -13,7 +13,6 @@ import train
 from plaingpt.monitoring import run_report
 from plaingpt.monitoring.diagnosis import diagnose
 from plaingpt.monitoring.run_record import read_rows, read_run
-from plaingpt.system.errors import UserError
 
 
 def test_a_report_has_the_numbers_of_its_run(tiny, tmp_path):
@@ -144,29 +143,35 @@ def facts(val, folder='data/one', bytes_per_token=4.0):
 OLD = {}  # as older versions wrote it, without the identity of the validation tokens
 
 
-ROWS = run([5.0, 3.0])
-
-
-def compared(a, b, b_rows=ROWS):
-    return run_report.comparable_loss([('a', ROWS, a), ('b', b_rows, b)])
-
-
 @pytest.mark.parametrize(('a', 'b'), [
     (facts({'val': 'one'}), facts({'val': 'other'})), (facts(OLD), facts(OLD, 'data/other')),
     (facts(OLD), facts(OLD, bytes_per_token=3.0)), (facts({'val': 'one'}), facts(OLD, 'other'))])
-def test_losses_of_different_validation_tokens_are_compared_in_bits_per_byte_or_refused(a, b):
-    key, note = compared(a, b)
-    assert key == 'val_bpb'
+def test_losses_of_different_validation_tokens_are_compared_in_bits_per_byte_and_a_line_says_so(
+        a, b, drawn):
+    runs = {'a': run([4.0, 3.0]), 'b': run([5.0, 3.0])}
+    (bits, *_), note = drawn(runs, {'a': a, 'b': b})
+    assert 4.8 in [line.get_ydata()[0] for line in bits.lines]
     assert 'bits per byte' in note
-    assert compared(a, b, b_rows=[]) == ('val_loss', None)  # b is not evaluated yet
-    with pytest.raises(UserError, match=' b has no bits'):
-        compared(a, b, b_rows=[{**row, 'val_bpb': None} for row in ROWS])
+    for row in runs['b']:
+        row.pop('val_bpb', None)
+    (first, second, *_), note = drawn(runs, {'a': a, 'b': b})
+    assert [labels(first), labels(second)] == [{'a'}, {'b'}]
+    assert 'a | b' in note
+
+
+def test_a_run_that_is_not_evaluated_yet_does_not_change_how_others_are_compared(drawn):
+    (losses, *_), note = drawn({'a': run([4.0, 3.0]), 'b': []}, {
+        'a': facts({'val': 'one'}), 'b': facts({'val': 'other'})})
+    assert labels(losses) == {'a'}
+    assert note is None
 
 
 @pytest.mark.parametrize(('a', 'b'), [
     (facts({'val': 'one'}), facts({'val': 'one'}, 'moved')), (facts({'val': 'one'}), facts(OLD))])
-def test_losses_of_the_same_validation_tokens_are_compared_as_they_are(a, b):
-    assert compared(a, b) == ('val_loss', None)
+def test_losses_of_the_same_validation_tokens_share_a_panel(a, b, drawn):
+    (losses, *_), note = drawn({'a': run([4.0, 3.0]), 'b': run([5.0, 3.0])}, {'a': a, 'b': b})
+    assert labels(losses) == {'a', 'b'}
+    assert note is None
 
 
 def test_run_json_tells_other_validation_tokens_apart(tiny, tmp_path, char_data):

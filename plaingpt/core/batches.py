@@ -231,5 +231,7 @@ class BatchLoader:
         return [tensor.pin_memory() for tensor in tensors]
 
     def _on_device(self, batch):
+        idx, targets, *weight = batch  # a PackedLoader's have a weight, a number
         # From pinned memory the copy is asynchronous; otherwise it blocks.
-        return [tensor.to(self.device, non_blocking=True) for tensor in batch]
+        return [idx.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True),
+                *weight]

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from plaingpt.core.token_files import (
-    PREPARE_AGAIN,
     READ_TOKENS,
     TokenStream,
     dtype_name,
@@ -107,14 +106,9 @@ class Dataset:
         return self.tokenizer_json()['kind'] == 'ids'
 
     def id_dtypes(self):
-        """The dtypes of the ids: 'uint16', or 'train int64, val uint16' if splits differ."""
-        names = {}
-        for split in SPLITS:
-            files, _ = self._open_files(split)
-            names[split] = ' and '.join(sorted({dtype_name(file.dtype) for file in files}))
-        if len(set(names.values())) == 1:
-            return names['train']
-        return ', '.join(f'{split} {name}' for split, name in names.items())
+        """The dtypes of the ids: 'uint16', or 'int64 and uint16' if files differ."""
+        names = {dtype_name(file.dtype) for split in SPLITS for file in self._open_files(split)[0]}
+        return ' and '.join(sorted(names))
 
     def bytes_per_token(self, split):
         """UTF-8 bytes of text per token, or None if meta.json does not say."""
@@ -189,10 +183,8 @@ class Dataset:
         if split not in self.opened:
             entries = self.split_entry(split).get('files', [])
             if self.has_checksums():
-                advice = self._advice()
                 files = [open_tokens(self.folder / file['name'],
-                                     parse_dtype(file.get('dtype', self.meta['dtype'])), file,
-                                     advice)
+                                     parse_dtype(file.get('dtype', self.meta['dtype'])), file)
                          for file in entries]
             else:
                 from plaingpt.data.foreign_files import find_token_files, open_foreign
@@ -207,17 +199,6 @@ class Dataset:
                          for file in entries]
             self.opened[split] = files, masks
         return self.opened[split]
-
-    def _advice(self):
-        """What to do if a token file is not as meta.json says."""
-        source = self.meta['source']
-        if not describes_own_files(source):
-            return PREPARE_AGAIN
-        command = f'{command_for("prepare")} ids {quoted(self.folder)}'
-        for option in 'vocab_size', 'end_of_text', 'dtype':
-            if option in source:
-                command += f' --{option}={quoted(source[option])}'
-        return f'restore the file, or run {command} again'
 
 
 @dataclass(frozen=True)
@@ -399,12 +380,12 @@ def describe_batches(config, dataset, train_data, val_data):
     amounts = []
     if config.check == 'overfit':
         amounts.append(f'the same {config.step_sequences()} sequences in each step')
-    elif not config.minutes:
-        amounts += describe_epochs(dataset, train_data, config.max_iters)
     if config.minutes:
         minutes = count_of(f'{config.minutes:.3g}', 'minute')
         amounts.append(f'{minutes} (max_iters, lr_decay_iters and eval_interval have no effect; '
                        'warmup ends after a tenth)')
+    elif not amounts:
+        amounts = describe_epochs(dataset, train_data, config.max_iters)
     lines = [f'{dataset.folder}: {tokens:,} training tokens, vocabulary {dataset.vocab_size:,} | '
              f'{config.step_tokens():,} tokens per step, {", ".join(amounts)}']
     if dataset.has_mask() or config.pack == 'documents':

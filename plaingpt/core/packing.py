@@ -40,10 +40,7 @@ class DocumentTokens(TokenStream):
     @cached_property
     def document_starts(self):
         """The index of the first token of each document. Raises UserError."""
-        starts = []
-        for first in range(0, len(self), READ_TOKENS):
-            starts.append(first + np.flatnonzero(self.read(first, READ_TOKENS) == self.bos_id))
-        starts = np.concatenate(starts)
+        starts = find_tokens(self, self.bos_id)
         if not len(starts):
             raise UserError(f'{self.files[0].path}: pack=documents: no end-of-text token (for a '
                             'tokenizer without one: no line break) separates documents; prepare '
@@ -92,19 +89,13 @@ class ConversationTokens(TokenStream):
         self.marks.verify()
         len(self.document_starts)  # raises UserError
 
-    def chunks(self):
-        """Yield (index of the first token, tokens, their marks) in order."""
-        for first in range(0, len(self), READ_TOKENS):
-            yield first, self.read(first, READ_TOKENS), self.marks.read(first, READ_TOKENS)
-
     @cached_property
     def document_starts(self):
         """The index of the first token of each conversation. Raises UserError."""
-        starts = []
-        for first, tokens, marks in self.chunks():
-            is_start = marks == CONVERSATION if self.has_starts else tokens == self.bos_id
-            starts.append(first + np.flatnonzero(is_start))
-        starts = np.concatenate(starts)
+        if self.has_starts:
+            starts = find_tokens(self.marks, CONVERSATION)
+        else:
+            starts = find_tokens(self, self.bos_id)
         if not len(starts) or starts[0]:
             raise UserError(f'{self.files[0].path} does not begin with a conversation: prepare the '
                             'data again')
@@ -121,9 +112,10 @@ class ConversationTokens(TokenStream):
 
     def targets_before(self, positions):
         result, total = np.empty_like(positions), 0
-        for first, _, marks in self.chunks():
-            sums = total + np.cumsum(np.append(0, marks == IN_LOSS))
-            a, b = np.searchsorted(positions, (first, first + len(marks) + 1))
+        for first in range(0, len(self), READ_TOKENS):
+            in_loss = self.in_loss(first, READ_TOKENS)
+            sums = total + np.cumsum(np.append(0, in_loss))
+            a, b = np.searchsorted(positions, (first, first + len(in_loss) + 1))
             result[a:b] = sums[positions[a:b] - first]
             total = sums[-1]
         return result
@@ -228,10 +220,6 @@ class PackedLoader(BatchLoader):
         targets[torch.from_numpy(~loss_mask[:, 1:])] = -1
         return self._pinned(idx, targets)
 
-    def _on_device(self, batch):
-        idx, targets, *weight = batch
-        return [*super()._on_device((idx, targets)), *weight]
-
     def describe(self):
         """One line on how the documents were packed."""
         capacity = self.sequences_per_epoch * self.length
@@ -243,6 +231,13 @@ class PackedLoader(BatchLoader):
         if self.stream.loss_mask is not None:
             line += f'; dropped {count_of(self.dropped_tokens, "token")} without a reply'
         return line
+
+
+def find_tokens(stream, token):
+    """The indices of a token in a TokenStream."""
+    indices = [first + np.flatnonzero(stream.read(first, READ_TOKENS) == token)
+               for first in range(0, len(stream), READ_TOKENS)]
+    return np.concatenate(indices)
 
 
 def find_subsequence(subsequence, ids):

@@ -71,20 +71,6 @@ class Progress:
         self.eval_sequences = state['eval_sequences']
 
 
-class DataPosition:
-    """Where the order of the data continues after a resume, also with other batch sizes."""
-
-    def __init__(self, loader, progress):
-        self.loader, self.progress = loader, progress
-
-    def state_dict(self):
-        """{'sequences': the number that all processes have read so far}"""
-        return {'sequences': self.loader.sequences_before(self.progress.iter_num)}
-
-    def load_state_dict(self, state):
-        self.loader.resume_at(state['iter_num'], state['sequences'])
-
-
 class IterationClock:
     """The clock of a run of max_iters iterations."""
 

@@ -15,7 +15,7 @@ from plaingpt.system.formatting import command_for, count_of, quoted
 CONTEXT, IN_LOSS, CONVERSATION, TURN = range(4)  # marks in a loss mask: ChatTokenizer
 READ_TOKENS = 2**22  # per read, for whole files
 SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 2**14  # sampled_sha256 reads 64 blocks of 16 KiB
-PREPARE_AGAIN = 'restore the file, or prepare the data again'
+PREPARE_AGAIN = 'restore the file, or run prepare.py again'
 
 
 @dataclass(frozen=True)
@@ -80,20 +80,15 @@ class TokenFile:
     def sampled_sha256(self):
         """Checksum of the size and of evenly spaced blocks; of all bytes of a small file."""
         size = self.offset + self.tokens * self.dtype.itemsize
-        offsets, length = sampled_blocks(size)
+        offsets, length = [0], size
+        if size > SAMPLED_BLOCKS * SAMPLED_BYTES:
+            length = SAMPLED_BYTES
+            last = size - length
+            offsets = [last * i // (SAMPLED_BLOCKS - 1) for i in range(SAMPLED_BLOCKS)]
         digest = hashlib.sha256(f'{size}\n'.encode())
         for offset in offsets:
             digest.update(self.read_bytes(offset, length))
         return f'sampled:{digest.hexdigest()}'
-
-
-def sampled_blocks(size):
-    """→ (offsets of blocks spread evenly over a file of `size` bytes, their length). For a small
-    file, one block: the whole file."""
-    if size <= SAMPLED_BLOCKS * SAMPLED_BYTES:
-        return [0], size
-    last = size - SAMPLED_BYTES
-    return [last * i // (SAMPLED_BLOCKS - 1) for i in range(SAMPLED_BLOCKS)], SAMPLED_BYTES
 
 
 def advise_dtype(path):

@@ -9,13 +9,7 @@ from plaingpt.core.batches import BatchLoader
 from plaingpt.core.checkpoint import Saver
 from plaingpt.core.dataset import Dataset
 from plaingpt.core.optimizers import ema_weights
-from plaingpt.core.progress import (
-    FINISHED,
-    TIME_UP,
-    DataPosition,
-    IterationClock,
-    Progress,
-)
+from plaingpt.core.progress import FINISHED, TIME_UP, IterationClock, Progress
 from plaingpt.core.settings import TrainConfig
 from plaingpt.core.start import StartingPoint
 from plaingpt.system.devices import RandomState
@@ -49,14 +43,16 @@ class Run:
         """The objects whose state a checkpoint holds, besides the model and the optimizer. Each has
         state_dict() → {key: JSON}, with keys that no other has, and load_state_dict(state), where
         `state` has the keys of all. A key that older checkpoints lack needs state.get()."""
-        return (self.progress, DataPosition(self.train_data, self.progress), self.step, self.clock,
-                self.log, RandomState(self.step.device, launched_world().rank))
+        return (self.progress, self.step, self.clock, self.log,
+                RandomState(self.step.device, launched_world().rank))
 
     def saved_state(self):
         """The JSON of a checkpoint: the settings, the tokenizer, a fingerprint of the tokens and
-        the id that starts each document, and the state of the parts."""
+        the id that starts each document, the number of sequences that all processes have read, and
+        the state of the parts."""
         state = {'config': asdict(self.config), **self.dataset.state(),
-                 'document_start': self.dataset.document_start}
+                 'document_start': self.dataset.document_start,
+                 'sequences': self.train_data.sequences_before(self.progress.iter_num)}
         for part in self.parts():
             state.update(part.state_dict())
         return state
@@ -69,6 +65,7 @@ class Run:
         checkpoint.load_optimizer(self.step.optimizer, self.model)
         for part in self.parts():
             part.load_state_dict(checkpoint.state)
+        self.train_data.resume_at(checkpoint.iter_num, checkpoint.state['sequences'])
         # Evaluations read as many sequences as before, even if batch_size has changed.
         if checkpoint.settings()['eval_iters'] != self.config.eval_iters:
             self.progress.eval_sequences = self.config.eval_sequences()

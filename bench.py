@@ -53,9 +53,6 @@ class BenchConfig(TrainConfig):
 
     above_0 = (*TrainConfig.above_0, 'steps', 'seeds')
 
-    def supports_minutes(self):
-        return bool(self.judge or self.sweep or self.variants)
-
     def conflicts(self):
         problems = super().conflicts()
         if self.batch_size == 'auto':
@@ -63,6 +60,9 @@ class BenchConfig(TrainConfig):
         modes = [key for key in ('variants', 'sweep', 'judge') if getattr(self, key)]
         if len(modes) > 1:
             problems.append(f'{" and ".join(modes)} cannot be combined: choose one')
+        if self.minutes and not modes:
+            problems.append(f'minutes={self.minutes:g} only works with --sweep, --variants or '
+                            '--judge, which train')
         if self.judge and self.seeds == 1:
             problems.append('seeds=1: judge needs at least two, to estimate the variance')
         return problems

@@ -62,9 +62,6 @@ class PlanConfig(TrainConfig):
     def world_size(self):
         return self.processes
 
-    def supports_minutes(self):
-        return True
-
 
 def find_machine(config, gpt_config):
     """→ (device, dtype, bytes of memory per process), as train.py would choose them."""

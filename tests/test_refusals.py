@@ -121,7 +121,7 @@ bench --sweep=conf=0,4                      → conf=0 conf
 bench --sweep=conv=0,4 --judge              → judge sweep
 bench --variants=yours.py                   → variants=yours.py ablation grid
 bench --variants=grid --batch_size=6        → batch_size=6
-bench --minutes=3                           → minutes=3.0 train.py
+bench --minutes=3                           → minutes=3 --sweep
 bench --sweep=seed=1,2                      → seed out_dir
 bench --judge --seeds=1                     → seeds
 bench --judge --minutes=1 --max_iters=9     → --max_iters

@@ -69,9 +69,6 @@ class CompareConfig(TrainConfig):
     text: str = ''  # own-text: text file
     megabytes: int = 500  # prepare: size of the text
 
-    def supports_minutes(self):
-        return True  # own-text
-
 
 # -----------------------------------------------------------------------------
 # own-text

@@ -4,7 +4,6 @@ The comment beside a field is its help text. TrainConfig inherits the fields of 
 configurator checks types and the limits at the end of the class.
 """
 
-import difflib
 import os
 import re
 from dataclasses import asdict, dataclass, field, fields
@@ -134,18 +133,12 @@ class TrainConfig(GPTConfig):
         """Messages about settings that contradict each other."""
         problems = super().conflicts()
         if self.init_from and not self.is_valid_source():
-            hint = ''
-            if nearest := difflib.get_close_matches(self.init_from, INIT_MODES, n=1):
-                hint = f'; did you mean {nearest[0]}?'
             problems.append(f'init_from={self.init_from!r} is not {", ".join(INIT_MODES)}, a '
                             f'folder, a .pt file, {", ".join(PRETRAINED)}, or OWNER/NAME on the '
-                            f'Hugging Face hub{hint}')
+                            'Hugging Face hub')
         if self.checkpoint != 'latest' and self.init_from == 'scratch':
             problems.append(f'checkpoint={self.checkpoint} has no effect with init_from=scratch; '
                             'to go back to that checkpoint, use --init_from=resume')
-        if self.minutes and not self.supports_minutes():
-            problems.append(f'minutes={setting(self.minutes)} only works where runs '
-                            'train: train.py, and bench.py --sweep, --variants or --judge')
         if self.patience and self.check == 'overfit':
             problems.append(f'patience={self.patience} cannot be combined with check=overfit, '
                             'which lets the validation loss rise')
@@ -157,10 +150,6 @@ class TrainConfig(GPTConfig):
             problems.append(f'warmup_iters={self.warmup_iters} is greater than '
                             f'lr_decay_iters={self.lr_decay_iters}')
         return problems + self.batch_problems()
-
-    def supports_minutes(self):
-        """Whether this script can train for a given time."""
-        return type(self) is TrainConfig
 
     def is_valid_source(self):
         """Whether a run can start from init_from."""

@@ -20,12 +20,6 @@ ARCHITECTURE_FIELDS = [field.name for field in fields(GPTConfig) if field.name n
 NOT_RESTORED = {'out_dir', 'init_from', 'checkpoint', 'check', 'eval_only', 'minutes', 'parallel'}
 
 
-def is_resumed(out_dir, init_from):
-    """Whether a command with these settings resumes a run."""
-    return init_from == 'resume' \
-        or (init_from == 'auto' and bool(checkpoints.checkpoint_paths(out_dir)))
-
-
 class StartingPoint:
     """What a run starts from: scratch, pretrained weights, or a checkpoint that it resumes.
 
@@ -59,8 +53,9 @@ class StartingPoint:
             which = 'latest'
         if not out_dir:
             return {}
-        if is_resumed(out_dir, init_from) or (init_from == 'auto' and which.isdecimal()):
-            self.resumed = True
+        self.resumed = init_from == 'resume' or (init_from == 'auto' and (
+            which.isdecimal() or bool(checkpoints.checkpoint_paths(out_dir))))
+        if self.resumed:
             kinds = ('model', 'optimizer') if self.verifies else ()
             self.weights = checkpoints.find(out_dir, which, kinds)
             return restored_settings(self.weights.settings())
@@ -131,14 +126,10 @@ def check_resumable(checkpoint, config, dataset):
                         f'its weights with --init_from={quoted(config.out_dir)} and another '
                         '--out_dir')
     print0(f'resumed from {checkpoint.path}')
+    without_effect = {'max_iters', 'lr_decay_iters', 'eval_interval'} if config.minutes else set()
     for key, (old, new) in changed.items():
-        if key in ('init_from', 'checkpoint', 'check', 'minutes'):
-            continue
-        if config.minutes and key in ('max_iters', 'lr_decay_iters', 'eval_interval'):
-            continue  # without effect
-        if key == 'parallel' and new == 'auto':  # fit_to_memory() prints what it becomes
-            continue
-        print0(f'  changed: {key} {setting(old)} → {setting(new)}')
+        if key not in NOT_RESTORED | without_effect:
+            print0(f'  changed: {key} {setting(old)} → {setting(new)}')
 
 
 def resolve_minutes(config, start, overrides):

@@ -54,16 +54,11 @@ def init_new_tokens(p, mean, old_vocab_size, vocab_size):
 
 def check_finite(model, source, advice='download or copy it again'):
     """Raise UserError that names a weight with NaN or infinity."""
-    names = nonfinite_weights(model)
-    if names:
-        raise UserError(f'{source}: {names[0]} is not finite; {advice}')
-
-
-def nonfinite_weights(model):
-    """Names of the weights with NaN or infinity in this process. Waits for the device once."""
     weights = dict(model.named_parameters())
-    finite = torch.stack([local_rows(p)[0].isfinite().all() for p in weights.values()]).tolist()
-    return [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]
+    finite = torch.stack([local_rows(p)[0].isfinite().all() for p in weights.values()])
+    for name, is_finite in zip(weights, finite.tolist(), strict=True):  # waits for the device once
+        if not is_finite:
+            raise UserError(f'{source}: {name} is not finite; {advice}')
 
 
 # -----------------------------------------------------------------------------

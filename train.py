@@ -21,7 +21,7 @@ from configurator import load_config, options_of
 from model import GPT
 from plaingpt.checks.preflight import preflight
 from plaingpt.core.attention import use_fast_attention
-from plaingpt.core.bad_steps import BadSteps, SkippedSteps
+from plaingpt.core.bad_steps import BadSteps
 from plaingpt.core.blocks import apply_activation_checkpointing, compile_blocks, parameters_on_meta
 from plaingpt.core.checkpoint import KEEP_NEWEST, Saver
 from plaingpt.core.dataset import describe_batches, open_data
@@ -218,7 +218,6 @@ def setup(config, start, world, device, device_why):
     run = Run(config, start, dataset, train_data, val_data, model, step, clock,
               progress=Progress(eval_sequences=config.eval_sequences()),
               log=Metrics(config, model, step, clock, train_data),
-              skipped=SkippedSteps(step, config.out_dir, train_data),
               saver=Saver(config.out_dir, rank=world.rank, world_size=world.size,
                           keep=KEEP_NEWEST, background=device.type == 'cuda'),
               stop=distributed.StopRequest())
@@ -259,7 +258,7 @@ def train(run, observers):
                     evaluate_and_log(run, observers, is_last)
             reason = run.reason_to_stop(is_last)
             if reason or run.save_is_due():
-                reason = run.skipped.report(progress.iter_num, log) or reason
+                reason = step.bad_steps.report(run) or reason
                 run.save()
             if reason:
                 run.saver.wait()
@@ -276,7 +275,7 @@ def train(run, observers):
             # any keyword: a number, or a tensor without dimensions (monitoring/metrics.py)
             log(progress.iter_num, loss=loss, lr=lr, grad_norm=grad_norm)
             if progress.iter_num % config.log_interval == 0:
-                run.skipped.report(progress.iter_num, log)  # log() has just synchronized
+                step.bad_steps.report(run)  # log() has just synchronized
             observers.on_step(progress.iter_num, fraction_done)
 
 

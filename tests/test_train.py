@@ -107,28 +107,17 @@ def test_always_save_checkpoint_false_saves_the_best_besides_the_last(tiny, tmp_
         == ['iter-00000006']
 
 
-@pytest.mark.parametrize('learning_rate', [3e-3, 0.1, 3.0])
-def test_best_is_printed_where_a_loss_is_below_all_before_it(
+@pytest.mark.parametrize('learning_rate', [3e-3, 3.0])
+def test_best_is_printed_where_a_loss_is_below_all_before_it_and_is_what_sampling_takes(
         learning_rate, tiny, tmp_path, capsys):
     train.main([*tiny, f'--learning_rate={learning_rate}', '--eval_interval=1', '--grad_clip=0'])
     printed = capsys.readouterr().out
     losses = [row['val_loss'] for row in lines(tmp_path / 'out', 'val_loss')]
     assert [line.endswith(' best') for line in printed.splitlines() if 'val loss' in line] \
         == [i > 0 and loss < min(losses[:i]) for i, loss in enumerate(losses)]
-
-
-@pytest.mark.parametrize('learning_rate', [3e-3, 3.0])
-def test_a_run_ends_with_the_checkpoint_that_sampling_takes(
-        learning_rate, tiny, tmp_path, capsys):
-    train.main([*tiny, f'--learning_rate={learning_rate}', '--eval_interval=1'])
     best = checkpoints.find(tmp_path / 'out', 'best')
-    named = re.findall(r'sample\.py uses .*iteration (\d+)', capsys.readouterr().out)
+    named = re.findall(r'sample\.py uses .*iteration (\d+)', printed)
     assert named == ([] if best.iter_num == 6 else [str(best.iter_num)])
-
-
-def test_patience_counts_from_the_initial_loss(tiny, tmp_path):
-    train.main([*tiny, '--learning_rate=3.0', '--eval_interval=1', '--patience=2'])
-    assert checkpoints.find(tmp_path / 'out').iter_num == 2
 
 
 def test_nothing_waits_for_the_device_on_steps_that_are_not_logged(tiny, monkeypatch):
@@ -180,6 +169,7 @@ assert not sys.modules.keys() & {'torch._dynamo', 'plaingpt.data.overlap',
 """
 
 
+@pytest.mark.slow
 def test_an_eager_run_imports_neither_torchs_compiler_nor_what_it_does_not_use(tiny, tmp_path):
     settings = ['--compile=False', '--rotary=True', '--average_decay=0.9', '--max_iters=3']
     subprocess.run([sys.executable, '-c', EAGER_RUNS, *tiny, *settings], cwd=tmp_path, check=True,

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from plaingpt.system.distributed import all_gather, gloo_group
+from plaingpt.system.distributed import all_gather, gloo_group, launched_world
 from plaingpt.system.errors import UserError
 from plaingpt.system.files import append_line
 
@@ -18,7 +18,7 @@ class BadSteps:
     """Decides which steps of a process to skip: those whose loss or gradient is NaN or infinite.
 
     Skipping does not synchronize host and device: the decision stays on the device, where a fused
-    optimizer reads it as `found_inf`, and `SkippedSteps` reports it later. In float16, gradients
+    optimizer reads it as `found_inf`, and report() writes it down later. In float16, gradients
     overflow until GradScaler has found its scale, so up to MAX_OVERFLOWS consecutive overflows are
     skipped without counting as bad steps.
     """
@@ -29,6 +29,7 @@ class BadSteps:
         self.consecutive_skips = torch.zeros((), device=device)
         self.consecutive_bad = torch.zeros((), device=device)
         self.unreported = []  # (is bad, loss, gradient norm) of each step, on the device
+        self.gave_up = ''  # the reason, after MAX_BAD_STEPS consecutive bad steps
 
     def must_skip(self, loss, grad_norm):
         """Return 1.0 on the device if the optimizer must skip the step, else 0.0; the same on all
@@ -51,52 +52,40 @@ class BadSteps:
         self.unreported.append((is_bad, loss, grad_norm))
         return skip_step
 
-
-class SkippedSteps:
-    """Writes BadSteps to anomalies.jsonl and decides when the run gives up. `report` waits for the
-    device, so call it where the host waits anyway.
-
-    step: a train.Step; loader: the BatchLoader that knows which sequences a step trained on
-    """
-
-    def __init__(self, step, out_dir, loader):
-        self.bad_steps, self.loader = step.bad_steps, loader
-        self.path = Path(out_dir, 'anomalies.jsonl')
-        self.gave_up = ''  # the reason, after MAX_BAD_STEPS consecutive bad steps
-        self.group = gloo_group()
-
-    def report(self, iter_num, log):
-        """Record the bad steps since the last report. iter_num: the latest step. If the run gives
-        up, return why; the weights are those before the first bad step."""
-        steps = self.bad_steps.unreported
-        self.bad_steps.unreported = []
+    def report(self, run):
+        """Write the bad steps of a Run since the last report to anomalies.jsonl. If the run gives
+        up, return why; the weights are those before the first bad step. This waits for the device,
+        so call it where the host waits anyway."""
+        iter_num, path = run.progress.iter_num, Path(run.config.out_dir, 'anomalies.jsonl')
+        steps, self.unreported = self.unreported, []
         if not steps or not torch.stack([is_bad for is_bad, _, _ in steps]).any():
             return self.gave_up
         first_iter = iter_num - len(steps) + 1
         for i, (is_bad, loss, grad_norm) in enumerate(steps, start=first_iter):
             if not is_bad:
                 continue
-            losses = [as_json(x) for x in all_gather(loss.item(), self.group)]
+            losses = [as_json(x) for x in all_gather(loss.item(), gloo_group())]
             norm = as_json(grad_norm.item())
             # iteration i is made by step i - 1 of the loader, which counts from 0
-            first, last, starts = self.loader.sequences_of_step(i - 1)
-            log.print(f'warning: skipped iteration {i}: loss {", ".join(map(str, losses))}, '
-                      f'gradient norm {norm}; see {self.path}')
-            if not self.group or dist.get_rank() == 0:
-                append_line(self.path, {
+            first, last, starts = run.train_data.sequences_of_step(i - 1)
+            run.log.print(f'warning: skipped iteration {i}: loss {", ".join(map(str, losses))}, '
+                          f'gradient norm {norm}; see {path}')
+            if launched_world().is_main:
+                append_line(path, {
                     'iter': i, 'loss': losses, 'grad_norm': norm,
                     'sequences': [first, last], 'sequence_starts': starts})
-        if self.bad_steps.consecutive_bad.item() >= MAX_BAD_STEPS:
+        if self.consecutive_bad.item() >= MAX_BAD_STEPS:
             self.gave_up = f'gave up after {MAX_BAD_STEPS} consecutive bad steps'
         return self.gave_up
 
-    def error(self):
+    def error(self, out_dir):
         """The error that ends the run."""
         return UserError(
             f'the loss or the gradient was not finite in {MAX_BAD_STEPS} consecutive steps (the '
             'weights are those before them): lower --learning_rate, raise --warmup_iters or try '
-            f'--dtype=float32, and inspect the text listed in {self.path}; then continue with '
-            '--init_from=resume, or from an earlier checkpoint with --checkpoint=best')
+            f'--dtype=float32, and inspect the text listed in {out_dir}/anomalies.jsonl; then '
+            'continue with --init_from=resume, or from an earlier checkpoint with '
+            '--checkpoint=best')
 
 
 class StepCounter:

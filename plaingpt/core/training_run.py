@@ -4,7 +4,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
 from model import GPT
-from plaingpt.core.bad_steps import SkippedSteps
 from plaingpt.core.batches import BatchLoader
 from plaingpt.core.checkpoint import Saver
 from plaingpt.core.dataset import Dataset
@@ -30,7 +29,6 @@ class Run:
     clock: IterationClock
     progress: Progress
     log: object  # monitoring.metrics.Metrics
-    skipped: SkippedSteps
     saver: Saver
     stop: StopRequest
 
@@ -102,7 +100,7 @@ class Run:
         except Exception as error:
             with suppress(Exception):  # the original error matters more
                 if launched_world().size == 1 and not self.progress.updating:
-                    self.skipped.report(self.progress.iter_num, self.log)
+                    self.step.bad_steps.report(self)
                     self.save()
                     self.saver.wait()
                     if self.progress.saved_at and not self.saver.failed:
@@ -117,8 +115,8 @@ class Run:
         patience, progress = self.config.patience, self.progress
         if stop_signal := self.stop.agreed_signal():
             return stop_signal
-        if self.skipped.gave_up:
-            return self.skipped.gave_up
+        if self.step.bad_steps.gave_up:
+            return self.step.bad_steps.gave_up
         if is_last:
             return TIME_UP if self.config.minutes else FINISHED
         if 0 < patience <= progress.evals_since_best:

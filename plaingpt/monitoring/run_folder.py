@@ -118,8 +118,8 @@ def close_run_folder(run, record, ending):
         if config.film and Path(out_dir, 'film.jsonl').exists():
             print0(f'recorded film.jsonl; to view it: {command_for("plot")} --film '
                    f'{quoted(out_dir)}')
-    if run.skipped.gave_up:
-        raise run.skipped.error()
+    if run.step.bad_steps.gave_up:
+        raise run.step.bad_steps.error(out_dir)
     if run.saver.failed:
         print0(f'{out_dir}: could not save the last checkpoint (see the warning above); to resume '
                'from the previous one, repeat the command with --init_from=auto')

@@ -44,7 +44,7 @@ def test_a_run_compiles_a_graph_for_training_and_one_for_evaluation(tiny, compil
 
 
 def test_compiled_blocks_share_their_graphs(tiny, compile_with):
-    for depth in (2, 5):
+    for depth in (2, 3):
         counter = compile_with(CompileCounterWithBackend('eager'))
         train.main([*tiny, '--compile=blocks', f'--n_layer={depth}'])
         assert counter.frame_count == 4  # a block and the loss, each to train and to evaluate
@@ -55,7 +55,7 @@ class BatchNorm(torch.nn.BatchNorm1d):
         return super().forward(x.transpose(1, 2)).transpose(1, 2)
 
 
-@pytest.mark.parametrize('how', ['True', 'blocks'])
+@pytest.mark.parametrize('how', ['True', pytest.param('blocks', marks=pytest.mark.slow)])
 def test_a_compiled_run_matches_the_eager_one_also_where_modes_differ(
         how, tiny, tmp_path, compile_with, monkeypatch):
     def patch(owner, name, change):

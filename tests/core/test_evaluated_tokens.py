@@ -72,10 +72,11 @@ def about_the_data(out):
 
 @pytest.mark.parametrize('settings', [
     ['--dataset=code:0.3,prose:0.7', '--gradient_accumulation_steps=6'],
-    ['--dataset=chat', '--block_size=48', '--document_attention=True'],
-    ['--dataset=documents', '--pack=documents'],
-    ['--batch_size=auto', '--total_batch_size=192'],
-    ['--check=overfit'], ['--minutes=2'], ['--init_from=resume', '--batch_size=2']], ids=str)
+    ['--minutes=2'], ['--init_from=resume', '--batch_size=2'],
+    *(pytest.param(settings, marks=pytest.mark.slow) for settings in (
+        ['--dataset=chat', '--block_size=48', '--document_attention=True'],
+        ['--dataset=documents', '--pack=documents'],
+        ['--batch_size=auto', '--total_batch_size=192'], ['--check=overfit']))], ids=str)
 def test_a_plan_says_of_the_data_what_the_run_says(settings, tiny, data, trained, capsys,
                                                    monkeypatch):
     monkeypatch.setattr(plan, 'CHECKPOINT_MODES', [])  # fewer traces

@@ -228,7 +228,7 @@ def test_a_run_killed_while_it_saves_resumes_to_the_same_bits(tiny, tmp_path):
             '--init_from=auto']
     whole, out = tmp_path / 'whole', tmp_path / 'out'
     train.main([*tiny, f'--out_dir={whole}'])
-    for n in itertools.count(2, 7):
+    for n in itertools.count(2, 11):
         code = exit_code(fork(train.main, *tiny, log=tmp_path / 'log',
                               before=lambda n=n: die_before_change(n, '/checkpoints/')))
         if code == 0:

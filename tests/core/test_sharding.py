@@ -78,7 +78,8 @@ def assert_moves_as_on_one_process(name, gpt):
 
 
 @pytest.mark.parametrize(('name', 'shape'), [
-    ('muon', dict(n_layer=3)),  # each of three processes orthogonalizes one matrix of a shape
+    # each of three processes orthogonalizes one matrix of a shape
+    pytest.param('muon', dict(n_layer=3), marks=pytest.mark.slow),
     # two processes orthogonalize two weights of several matrices each, the third none
     ('normuon', dict(n_layer=4, mlp='swiglu', n_kv_head=1, head_dim=12))])
 def test_sharded_weights_move_as_on_one_process(name, shape, tmp_path, muon_in_float32):

@@ -43,7 +43,7 @@ def working(logs):
 
 @pytest.mark.parametrize(('size', 'lost', 'how', 'timeout_s'), [
     pytest.param(2, 0, signal.SIGKILL, 60, marks=pytest.mark.slow), (3, 2, signal.SIGKILL, 60),
-    (2, 1, signal.SIGSTOP, 3)])
+    pytest.param(2, 1, signal.SIGSTOP, 3, marks=pytest.mark.slow)])
 def test_a_process_that_is_killed_or_hangs_ends_the_others(tmp_path, size, lost, how, timeout_s):
     pids, logs = fork_job(work, size, tmp_path, timeout_s)
     wait_until(lambda: working(logs))

@@ -162,7 +162,7 @@ def test_after_the_disk_was_full_the_same_command_works(tmp_path):
     assert decoded(tmp_path / 'd', 'val').endswith('some text\n')
 
 
-@pytest.mark.parametrize('tokenizer', ['byte', 'char'])
+@pytest.mark.parametrize('tokenizer', ['byte', pytest.param('char', marks=pytest.mark.slow)])
 def test_memory_does_not_grow_with_the_corpus(tokenizer, tmp_path):
     def peak(size):
         (tmp_path / 'in.txt').write_text('To be, or not to be.\n' * (size // 21))

@@ -414,17 +414,6 @@ def explain_hub_errors(name, alternative='pass a local copy with --input=FOLDER'
     except UserError:
         raise
     except Exception as e:
-        raise UserError(f'{name} cannot be read ({type(e).__name__}: {one_line(e)[:200]}): '
-                        f'{hub_advice(e)}, or {alternative}') from None
-
-
-def hub_advice(error):
-    """What to do about an exception of the Hub's libraries."""
-    cause = error.__cause__ or error
-    status = getattr(getattr(cause, 'response', None), 'status_code', None)
-    if status in (401, 403) or type(error).__name__ == 'DatasetNotFoundError':
-        return 'check the name; if it is private or gated, request access on its page and log ' \
-               'in with hf auth login'
-    if status == 404 or isinstance(cause, ValueError | FileNotFoundError):
-        return 'check the name'
-    return 'check the connection and run the same command again'
+        raise UserError(f'{name} cannot be read ({type(e).__name__}: {one_line(e)[:200]}): check '
+                        'the name and the connection, log in with hf auth login if it is private '
+                        f'or gated, or {alternative}') from None

@@ -111,8 +111,8 @@ def encode_source(source, encoder, job, options, writers):
             elif any(filled):  # progress.json cannot express that a batch was truncated
                 for writer in writers.values():
                     writer.sync()
-                states = {split: writer.state() for split, writer in writers.items()}
-                write_progress(job, tokenizer=tokenizer.to_json(), count=count, splits=states)
+                counts = {split: writer.counts for split, writer in writers.items()}
+                write_progress(job, tokenizer=tokenizer.to_json(), count=count, splits=counts)
             position = train.tokens if max_tokens else source.position()
             bar.update(position - bar.n)
 

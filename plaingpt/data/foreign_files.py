@@ -38,12 +38,9 @@ def find_token_files(folder, split):
 def open_foreign(path, vocab_size, dtype=None):
     """A file of ids without meta.json → TokenFile. dtype: of a file without a header, or None for
     uint16, which must then be plausible. Raises UserError."""
-    try:
-        size = path.stat().st_size
-        with open(path, 'rb') as file:
-            head = file.read(2**14)
-    except OSError as e:
-        raise UserError(f'{path}: {e.strerror}') from None
+    size = path.stat().st_size
+    with open(path, 'rb') as file:
+        head = file.read(2**14)
     if path.suffix == '.npy' or head.startswith(b'\x93NUMPY'):
         return open_npy(path)
     magic, version, count = np.frombuffer(head[:12], '<i4') if len(head) >= 12 else (0, 0, 0)

@@ -19,7 +19,6 @@ TEXT_EXTENSIONS = {  # of the files that are read in a folder
     '.jl', '.hs', '.ml', '.scala', '.kt', '.swift', '.cs', '.sh', '.sql', '.css', '.xml',
     '.yaml', '.yml', '.toml', '.abc', '.fasta', '.fa', '.jsonl', '.ndjson', '.parquet', '.arrow'}
 COMPRESSED = {'.zst', '.bz2', '.xz', '.zip', '.7z', '.rar', '.tar', '.tgz', '.lz4'}
-MAX_EXTENSIONS = 20  # printed by count_extensions
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte
 
 
@@ -68,8 +67,7 @@ def report_files(paths, skipped):
 def count_extensions(paths):
     """'20 .md, 3 .txt', the most common ones first."""
     extensions = Counter(extension_of(path) or 'without extension' for path in sorted(paths))
-    counts = [f'{n:,} {shown(extension)}' for extension, n in extensions.most_common()]
-    return ', '.join([*counts[:MAX_EXTENSIONS], '…'] if counts[MAX_EXTENSIONS:] else counts)
+    return ', '.join(f'{n:,} {shown(extension)}' for extension, n in extensions.most_common(20))
 
 
 def search(root):

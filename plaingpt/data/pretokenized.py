@@ -17,7 +17,6 @@ from plaingpt.data.inspection import print_report
 from plaingpt.data.shards import write_meta
 from plaingpt.system.errors import UserError, progress_bar
 from plaingpt.system.files import locked
-from plaingpt.system.formatting import command_for, quoted
 
 
 def find_datatrove(folder):
@@ -91,22 +90,17 @@ def describe_ids(folder, tokenizer, dtype, command):
         if not paths[split]:
             raise UserError(f'{folder}: {split}.bin or {split}.npy is missing; write the ids of '
                             'this split with numpy, or pass files of rows with input_ids')
-    try:
-        with locked(folder, f'{folder}: another prepare.py is writing there; wait until it has '
-                            'finished'):
-            existing = open_dataset(folder, vocab_size)
-            has_text_tokens = existing.meta and not existing.has_own_ids()
-            if has_text_tokens or (folder / UNFINISHED).exists():
-                raise UserError(f'{folder} holds tokens of text and already describes them: train '
-                                'on it as it is, or put your own ids in another folder')
-            splits = {}
-            for split in SPLITS:
-                files = [open_foreign(path, vocab_size, dtype) for path in paths[split]]
-                splits[split] = describe_files(files, tokenizer)
-            dtype = parse_dtype(splits['train']['files'][0]['dtype'])
-            write_meta(folder, dtype, tokenizer, splits, command)
-    except OSError as e:
-        raise UserError(f'{folder} cannot be written ({e.strerror}): its ids need no meta.json if '
-                        f'they are uint16: {command_for("train")} --dataset={quoted(folder)} '
-                        f'--vocab_size={vocab_size}; otherwise copy the folder first') from None
+    with locked(folder, f'{folder}: another prepare.py is writing there; wait until it has '
+                        'finished'):
+        existing = open_dataset(folder, vocab_size)
+        has_text_tokens = existing.meta and not existing.has_own_ids()
+        if has_text_tokens or (folder / UNFINISHED).exists():
+            raise UserError(f'{folder} holds tokens of text and already describes them: train '
+                            'on it as it is, or put your own ids in another folder')
+        splits = {}
+        for split in SPLITS:
+            files = [open_foreign(path, vocab_size, dtype) for path in paths[split]]
+            splits[split] = describe_files(files, tokenizer)
+        dtype = parse_dtype(splits['train']['files'][0]['dtype'])
+        write_meta(folder, dtype, tokenizer, splits, command)
     print_report(open_dataset(folder))

@@ -217,12 +217,9 @@ def table_rows(file, file_type, name, reader):
 # text fields
 
 
-def field_advice(row):
-    other = 'conversations run {} chat'
-    if isinstance(row, dict) and match_name('input_ids', row):
-        other = 'token ids run {} ids'
-    return f'--text_field (a number if the table has no header), or for ' \
-        f'{other.format(command_for("prepare"))}'
+def field_advice():
+    return '--text_field (a number if the table has no header), or prepare conversations with ' \
+        f'{command_for("prepare")} chat'
 
 
 @dataclass(frozen=True)
@@ -263,7 +260,7 @@ class TextReader:
         if match is not None:
             return match
         raise Unusable(where, f'no field {self.names()[0]!r}',
-                       f' among {list_columns(row)}: choose one with {field_advice(row)}')
+                       f' among {list_columns(row)}: choose one with {field_advice()}')
 
     def texts(self, row, where):
         """The documents in a row, none if its text is blank. Raises Unusable."""
@@ -275,7 +272,7 @@ class TextReader:
                 raise Unusable(where, f'field {name!r} is null')
             if not isinstance(text, str):
                 raise Unusable(where, f'field {name!r} is not text but {type(text).__name__}',
-                               f': choose another with {field_advice(row)}')
+                               f': choose another with {field_advice()}')
         text, _ = join_surrogates(text)  # JSON may contain lone surrogates
         documents, _ = self.separators.split(text)
         return [document for document in documents if document.strip()]

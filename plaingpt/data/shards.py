@@ -6,6 +6,7 @@ from there.
 
 import os
 import shutil
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,11 +54,12 @@ class ShardWriter:
     split: str
     shard_tokens: int
     columns: dict  # file name ending → dtype: token ids, and the loss mask
-    tokens: int = 0
-    documents: int = 0
-    bytes: int = 0
-    learned: int = 0  # tokens in the loss
+    counts: Counter = field(default_factory=Counter)  # tokens, documents, bytes, learned
     unsynced: set = field(default_factory=set)  # paths
+
+    @property
+    def tokens(self):
+        return self.counts['tokens']
 
     def path(self, shard, ending='.bin'):
         return self.folder / f'{self.split}_{shard:06d}{ending}'
@@ -66,19 +68,18 @@ class ShardWriter:
         """Append an Encoded → whether a shard became full."""
         full_shards, start = self.tokens // self.shard_tokens, 0
         while start < len(encoded.ids):
-            shard, used = divmod(self.tokens, self.shard_tokens)
+            shard, used = divmod(self.tokens + start, self.shard_tokens)
             end = start + self.shard_tokens - used
             for ending in self.columns:
                 array = encoded.ids if ending == '.bin' else encoded.marks
                 with open(self.path(shard, ending), 'ab' if used else 'wb') as file:
                     file.write(array[start:end].tobytes())
                 self.unsynced.add(self.path(shard, ending))
-            self.tokens += len(encoded.ids[start:end])
             start = end
-        self.documents += encoded.documents
-        self.bytes += encoded.bytes
+        self.counts.update(tokens=len(encoded.ids), documents=encoded.documents,
+                           bytes=encoded.bytes)
         if encoded.marks is not None:
-            self.learned += int(np.count_nonzero(encoded.marks == IN_LOSS))
+            self.counts.update(learned=int(np.count_nonzero(encoded.marks == IN_LOSS)))
         return self.tokens // self.shard_tokens > full_shards
 
     def sync(self):
@@ -86,13 +87,9 @@ class ShardWriter:
         while self.unsynced:
             sync(self.unsynced.pop())
 
-    def state(self):
-        return {key: getattr(self, key) for key in ('tokens', 'documents', 'bytes', 'learned')}
-
-    def rewind(self, state):
-        """Return to `state` and truncate what was written after it."""
-        for key, value in state.items():
-            setattr(self, key, value)
+    def rewind(self, counts):
+        """Return to earlier counts and truncate what was written after them."""
+        self.counts = Counter(counts)
         shard, used = divmod(self.tokens, self.shard_tokens)
         for ending, dtype in self.columns.items():
             with suppress(FileNotFoundError):  # finish() may have renamed a single file
@@ -117,10 +114,10 @@ class ShardWriter:
             file['sha256'] = sha256_of(self.folder / file['name'])
             if MASK_SUFFIX in self.columns:
                 file['mask_sha256'] = sha256_of(self.folder / mask_name(file['name']))
-        entry = {'tokens': self.tokens, 'documents': self.documents, 'bytes': self.bytes,
-                 'files': files}
+        entry = {key: self.counts[key] for key in ('tokens', 'documents', 'bytes')}
+        entry['files'] = files
         if MASK_SUFFIX in self.columns:
-            entry['learned'] = self.learned
+            entry['learned'] = self.counts['learned']
         return entry
 
 

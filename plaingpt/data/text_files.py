@@ -82,7 +82,7 @@ def read_documents(text, separators, piece_chars=PIECE_CHARS):
         documents, separator = separators.split(remainder + block, separator if is_new else '')
         *complete, remainder = documents
         if not block:
-            complete.append(separators.trim_end(remainder))
+            complete.append(remainder.rstrip() if separators.paragraphs else remainder)
         for document in complete:
             if not (is_new and document.isspace()):
                 pieces, last = split_into_pieces(document, piece_chars)
@@ -154,10 +154,6 @@ class Separators:
             return start
         white_space = WHITE_SPACE if separator in self.counts else BLANK_LINES
         return white_space.match(text, start).end()
-
-    def trim_end(self, text):
-        """The last document of a file: without its last line break if it is a paragraph."""
-        return text.rstrip() if self.paragraphs else text
 
     def describe(self):
         """A line on the tokens in the text, if there are any."""

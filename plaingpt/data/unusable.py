@@ -46,13 +46,9 @@ class Tally:
         if count <= MAX_UNUSABLE * self.total:
             return
         reason, number = self.counts.most_common(1)[0]
-        example, *others = self.examples[reason]
-        counted = f'{count:,} of {count_of(self.total, self.noun)} cannot be used'
-        if number < count:
-            counted += f', {number:,} for this reason'
-        if others:
-            counted += f', such as {"; ".join(problem.where for problem in others)}'
-        raise UserError(f'{example} ({counted}; at most {MAX_UNUSABLE:.0%} may be skipped)')
+        raise UserError(f'{self.examples[reason][0]} ({count:,} of '
+                        f'{count_of(self.total, self.noun)} cannot be used, {number:,} for this '
+                        f'reason; at most {MAX_UNUSABLE:.0%} may be skipped)')
 
     def describe(self):
         """One line per reason."""

@@ -104,7 +104,9 @@ def test_each_kind_of_input_gives_its_documents(kind):
 
 
 @pytest.mark.parametrize(('kind', 'options'), [
-    ('a.jsonl', ['--max_tokens=40_000']), ('folder', []), ('hub', []), ('chat', [])])
+    ('a.jsonl', ['--max_tokens=40_000']), ('chat', []),
+    pytest.param('folder', [], marks=pytest.mark.slow),
+    pytest.param('hub', [], marks=pytest.mark.slow)])
 def test_threads_that_are_killed_write_the_same_bytes(kind, options, small_batches, capsys):
     argv = [*command(kind), *options]
     prepare.main([*argv, '--data_dir=whole', '--num_proc=1'])

@@ -32,7 +32,7 @@ def command(rows, folder, *options):
 
 
 @pytest.mark.parametrize(('shard_tokens', 'step'), [
-    (10**6, 3), (40_000, 3), pytest.param(40_000, 1, marks=pytest.mark.slow)])
+    (10**6, 7), (40_000, 7), pytest.param(40_000, 1, marks=pytest.mark.slow)])
 def test_killed_between_any_two_changes_of_the_disk_it_writes_the_same(
         shard_tokens, step, rows, tmp_path):
     """And what was in the folder before is whole or gone, at each of these moments."""

@@ -235,8 +235,6 @@ class Files(Source):
                 if path in self.explicit or len(self.paths) == 1:
                     raise UserError(str(problem)) from None
                 self.files.skip(problem)
-                if len(self.paths) >= CONTINUOUS_FILES:  # otherwise list all problems at the end
-                    self.files.check()
             self._bytes_before += size
         self.files.check()
         self.rows.check()

@@ -182,13 +182,13 @@ def sample(source):
 def first_texts(source):
     """Yield the first texts of a source until either limit is reached."""
     probe_share = PROBE_BYTES / BPE_SAMPLE_BYTES
-    words, size = DistinctWords(), 0
+    words, word_bytes, size = set(), 0, 0
     for text in read_texts(source, 'training the tokenizer on the beginning'):
         yield text
         size += utf8_bytes(text)
         for block in sample_blocks(text, probe_share):
-            words.add(block)
-        if size >= BPE_SAMPLE_BYTES or words.bytes >= probe_share * BPE_WORD_BYTES:
+            word_bytes += add_words(words, block)
+        if size >= BPE_SAMPLE_BYTES or word_bytes >= probe_share * BPE_WORD_BYTES:
             return
 
 
@@ -196,25 +196,20 @@ def measure_text(source):
     """→ (bytes of text in a source, bytes of distinct words per byte of text). The second is
     measured on about PROBE_BYTES, spread evenly: an upper bound, as more text repeats more words.
     """
-    words, total, probed = DistinctWords(), 0, 0
+    words, word_bytes, total, probed = set(), 0, 0, 0
     for text in read_texts(source, 'measuring the text'):
         total += utf8_bytes(text)
         for block in sample_blocks(text, PROBE_BYTES / source.total):
             probed += utf8_bytes(block)
-            words.add(block)
-    return total, words.bytes / probed if words.bytes else 1
+            word_bytes += add_words(words, block)
+    return total, word_bytes / probed if word_bytes else 1
 
 
-class DistinctWords:
-    """The set of words in texts, and its size in bytes."""
-
-    def __init__(self):
-        self.words, self.bytes = set(), 0
-
-    def add(self, text):
-        new = set(WORD.findall(text)) - self.words
-        self.words |= new
-        self.bytes += sum(map(utf8_bytes, new))
+def add_words(words, text):
+    """Add the words of a text to a set → the bytes of those that are new."""
+    new = set(WORD.findall(text)) - words
+    words |= new
+    return sum(map(utf8_bytes, new))
 
 
 def sample_blocks(text, share):

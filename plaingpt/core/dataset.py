@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from plaingpt.core.token_files import (
+    PREPARE_AGAIN,
     READ_TOKENS,
     TokenStream,
     dtype_name,
@@ -183,8 +184,10 @@ class Dataset:
         if split not in self.opened:
             entries = self.split_entry(split).get('files', [])
             if self.has_checksums():
+                advice = self._advice()
                 files = [open_tokens(self.folder / file['name'],
-                                     parse_dtype(file.get('dtype', self.meta['dtype'])), file)
+                                     parse_dtype(file.get('dtype', self.meta['dtype'])), file,
+                                     advice)
                          for file in entries]
             else:
                 from plaingpt.data.foreign_files import find_token_files, open_foreign
@@ -199,6 +202,17 @@ class Dataset:
                          for file in entries]
             self.opened[split] = files, masks
         return self.opened[split]
+
+    def _advice(self):
+        """What to do if a token file is not as meta.json says."""
+        source = self.meta['source']
+        if not describes_own_files(source):
+            return PREPARE_AGAIN
+        command = f'{command_for("prepare")} ids {quoted(self.folder)}'
+        for option in 'vocab_size', 'end_of_text', 'dtype':
+            if option in source:
+                command += f' --{option}={quoted(source[option])}'
+        return f'restore the file, or run {command} again'
 
 
 @dataclass(frozen=True)

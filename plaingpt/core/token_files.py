@@ -15,7 +15,7 @@ from plaingpt.system.formatting import command_for, count_of, quoted
 CONTEXT, IN_LOSS, CONVERSATION, TURN = range(4)  # marks in a loss mask: ChatTokenizer
 READ_TOKENS = 2**22  # per read, for whole files
 SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 2**14  # sampled_sha256 reads 64 blocks of 16 KiB
-PREPARE_AGAIN = 'restore the file, or run prepare.py again'
+PREPARE_AGAIN = 'restore the file, or prepare the data again'
 
 
 @dataclass(frozen=True)

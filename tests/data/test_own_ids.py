@@ -195,14 +195,16 @@ def test_ids_that_do_not_fit_their_description_are_refused(
     assert contents(folder) == before
 
 
+@pytest.mark.parametrize('options', [
+    '--vocab_size=1500', '--vocab_size=1600 --end_of_text=2', '--vocab_size=1500 --dtype=uint16'])
 @pytest.mark.parametrize('change', [
     lambda path: write_ids(path.parent, MOVES[::-1], '<u2'), lambda path: path.unlink(),
     lambda path: write_ids(path.parent, MOVES + 900, '<u2'),
     lambda path: write_ids(path.parent, MOVES, '<i8')])
-def test_rewritten_ids_are_refused_until_they_are_described_again(change, folder):
-    prepare.main(['ids', str(folder), '--vocab_size=1500'])
+def test_rewritten_ids_are_to_be_described_by_the_same_command(change, options, folder):
+    prepare.main(['ids', str(folder), *options.split()])
     change(folder / 'train.bin')
-    with pytest.raises(UserError, match=r'train\.bin.*prepare\.py'):
+    with pytest.raises(UserError, match=rf'prepare\.py ids {folder} {options} again'):
         open_dataset(folder).loader('train', 8, 1)
 
 

@@ -64,6 +64,8 @@ class EvaluateConfig(ModelChoice):
             conflicts.append('tasks=text: set the file to score with --data=FILE')
         if self.data and not scores_text:
             conflicts.append(f'--data={self.data}: has no effect without --tasks=text')
+        if self.limit and not set(self.tasks.split(',')) - {*BUILTIN_TASKS}:
+            conflicts.append(f'--limit={self.limit}: has no effect without a task of lm_eval')
         if self.output and not Path(self.output).parent.is_dir():
             conflicts.append(f'output={self.output}: its folder does not exist')
         if self.output and os.path.lexists(self.output):

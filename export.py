@@ -146,7 +146,10 @@ def main(argv):
             raise UserError(f'format={insisted}: the export must be compared with this model, and '
                             f'{how}')
         if error is not None and error > tolerance:
-            fix = 'export with --format=transformers' if insisted else f'update {package}'
+            fix = f'update {package}, or look in an edited model.py for a layer that ignores the ' \
+                  'KV cache'
+            if insisted:
+                fix = 'export with --format=transformers'
             raise UserError(f'{program} computes something else from this export than this model '
                             f'(relative error {error:.2g}); nothing was written; {fix}')
         written.rename(dest)

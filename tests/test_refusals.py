@@ -77,6 +77,7 @@ evaluate run --tasks=text                   → --data
 evaluate run --tasks=val --data=x           → --data
 evaluate run --tasks=text --data=none       → none
 evaluate run --tasks=                       → tasks
+evaluate run --limit=5                      → --limit=5
 evaluate run --dataset=nowhere              → nowhere prepare.py --data_dir
 evaluate run --output=no/folder             → output=no/folder
 
@@ -98,6 +99,7 @@ plot nowhere                                → nowhere
 plot run --output=a.html                    → a.html .png
 plot --film run --output=a.png              → a.png .html
 plot --film run                             → --film=True
+plot --film run run                         → run film
 
 prepare shakespear                          → shakespear
 prepare text                                → --input
@@ -118,6 +120,7 @@ prepare datatrove run --max_tokens=5 --tokenizer=byte → max_tokens=5
 prepare datatrove run --tokenizer=byte      → run .ds
 
 bench --sweep=conf=0,4                      → conf=0 conf
+bench --sweep=conv                          → sweep=conv NAME=VALUE,VALUE
 bench --sweep=conv=0,4 --judge              → judge sweep
 bench --variants=yours.py                   → variants=yours.py ablation grid
 bench --variants=grid --batch_size=6        → batch_size=6

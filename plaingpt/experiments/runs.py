@@ -91,6 +91,8 @@ def sweep_variants(sweep):
     choices = {}
     for choice in sweep.split():
         key, _, values = choice.partition('=')
+        if not values:
+            raise UserError(f'sweep={sweep}: {choice}: write it as NAME=VALUE,VALUE')
         choices[key] = values.split(',')
     variants = {}
     for values in product(*choices.values()):

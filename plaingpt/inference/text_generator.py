@@ -203,9 +203,18 @@ class TextGenerator:
         """A text of at most block_size tokens → [(token, its log-probability in nats)].
 
         The text follows the end-of-text token; if the tokenizer has none, the first token has None.
+        A byte that is no character alone is shown as \\xe2. Raises UserError.
         """
+        if not isinstance(text, str) or not text:
+            raise UserError(f'logprobs({text!r:.99}): expected a text')
         start = [] if self.tokenizer.end_of_text is None else [self.tokenizer.end_of_text]
         ids = torch.tensor([*start, *self.tokenizer.encode(text).tolist()])
+        block_size = self.model.config.block_size
+        if len(ids) - 1 > block_size:
+            raise UserError(f'logprobs: the text has {len(ids) - len(start):,} tokens, and the '
+                            f'context length is {block_size:,}; shorten it')
+        if len(ids) == 1:  # nothing predicts it
+            return [(text, None)]
         targets = ids[1:].to(self.model.lm_head.weight.device)
         with self.context:
             logits = self.model(ids[None, :-1].to(targets.device))[0][0]  # (T, V)
@@ -286,10 +295,10 @@ class TextGenerator:
         def on_token(row, token):
             if self.cancelled:
                 return True
-            if logprobs:
-                logprobs.add(token, decoders[row].next_start)
             if token in end_tokens:
                 return True
+            if logprobs:
+                logprobs.add(token, decoders[row].next_start)
             self.tokens += 1
             return decoders[row].add(token)
 

@@ -6,6 +6,7 @@ from foreign_models import shaken
 
 from plaingpt.data.tokenizers import BPETokenizer, ByteTokenizer, ListTokenizer
 from plaingpt.inference.text_generator import Logprobs, StreamDecoder, TextGenerator
+from plaingpt.system.errors import UserError
 
 
 def decode(tokenizer, ids, stop=()):
@@ -82,3 +83,9 @@ def test_each_token_of_a_text_has_its_log_probability(tokenizer, ids):
     assert logprobs[-len(expected):] == pytest.approx(expected, abs=1e-5)
     if len(expected) == 3:  # the tokenizer has no end-of-text token
         assert logprobs[0] is None
+
+
+@pytest.mark.parametrize('text', ['', 'a' * 300, None, ['a']])
+def test_what_has_no_log_probabilities_is_refused(text):
+    with pytest.raises(UserError, match='logprobs'):
+        TextGenerator(shaken(257), ByteTokenizer()).logprobs(text)

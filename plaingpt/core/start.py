@@ -20,6 +20,12 @@ ARCHITECTURE_FIELDS = [field.name for field in fields(GPTConfig) if field.name n
 NOT_RESTORED = {'out_dir', 'init_from', 'checkpoint', 'check', 'eval_only', 'minutes', 'parallel'}
 
 
+def is_resumed(out_dir, init_from):
+    """Whether a command with these settings resumes a run."""
+    return init_from == 'resume' \
+        or (init_from == 'auto' and bool(checkpoints.checkpoint_paths(out_dir)))
+
+
 class StartingPoint:
     """What a run starts from: scratch, pretrained weights, or a checkpoint that it resumes.
 
@@ -53,9 +59,8 @@ class StartingPoint:
             which = 'latest'
         if not out_dir:
             return {}
-        self.resumed = init_from == 'resume' or (init_from == 'auto' and (
-            which.isdecimal() or bool(checkpoints.checkpoint_paths(out_dir))))
-        if self.resumed:
+        if is_resumed(out_dir, init_from) or (init_from == 'auto' and which.isdecimal()):
+            self.resumed = True
             kinds = ('model', 'optimizer') if self.verifies else ()
             self.weights = checkpoints.find(out_dir, which, kinds)
             return restored_settings(self.weights.settings())

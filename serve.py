@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from configurator import checked, load_config
+from plaingpt.data.tokenizers import token_text
 from plaingpt.inference.open_weights import GeneratorChoice, open_generator
 from plaingpt.inference.text_generator import Logprobs, Sampling, list_stop_strings
 from plaingpt.system.errors import UserError, needs, run_script
@@ -251,10 +252,9 @@ class Completion:
     def format_logprobs(self, tokens):
         """Completed tokens of Logprobs → OpenAI's object"""
         def entry(token, logprob):
-            data = self.generator.tokenizer.decode_bytes([token])
-            # bytes that are not UTF-8: as \xe2
-            return {'token': data.decode('utf-8', 'backslashreplace'), 'logprob': logprob,
-                    'bytes': [*data]}
+            tokenizer = self.generator.tokenizer
+            return {'token': token_text(tokenizer, token), 'logprob': logprob,
+                    'bytes': [*tokenizer.decode_bytes([token])]}
 
         entries = []  # of each token, then of the likeliest ones in its place
         for text, token, logprobs in tokens:

@@ -22,13 +22,13 @@ def parse_mixture(spec):
     """'code:0.3,prose:0.7' → {name: weight, a multiple of 1/1000}. Raises UserError."""
     pairs = re.findall(r' *([^,]*[^, ]) *: *([0-9]*\.?[0-9]+) *(?:,|$)', spec)
     weights = {name: float(weight) for name, weight in pairs}
-    shares = [0]
-    if len(weights) == spec.count(',') + 1 and abs(sum(weights.values()) - 1) <= ROUNDING:
-        shares = apportion([*weights.values()], SHARES)
-    if 0 in shares:
+    if len(weights) != spec.count(',') + 1 or abs(sum(weights.values()) - 1) > ROUNDING:
         raise UserError(f'dataset={spec}: neither a folder nor a mixture; write a mixture as '
-                        f'code:0.3,prose:0.7, each name once, with weights from {1 / SHARES:g} on '
-                        'that sum to 1')
+                        'code:0.3,prose:0.7, each name once, with weights that sum to 1')
+    shares = apportion([*weights.values()], SHARES)
+    if 0 in shares:
+        raise UserError(f'dataset={spec}: a weight rounds to 0 of {SHARES:,} sequences; raise it '
+                        f'to at least {1 / SHARES:g}, or remove the corpus')
     return {name: share / SHARES for name, share in zip(weights, shares, strict=True)}
 
 

@@ -313,6 +313,11 @@ def document_start_of(description):
     return tokenizer.tokens.index('\n') if '\n' in tokenizer.tokens else None
 
 
+def token_text(tokenizer, token):
+    r"""A token id as text; bytes that are not UTF-8 on their own are shown as \xe2."""
+    return tokenizer.decode_bytes([token]).decode('utf-8', 'backslashreplace')
+
+
 def token_bytes(tokenizer):
     """The number of UTF-8 bytes of each id, (vocab_size,): 0 for control tokens."""
     base = getattr(tokenizer, 'base', tokenizer)  # a ChatTokenizer's tokenizer of text

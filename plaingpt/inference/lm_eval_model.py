@@ -140,7 +140,7 @@ def score_tasks(tasks, limit, model, tokenizer, batch_size, context, *sharing):
         try:
             output = evaluate(PlainHFLM(model, tokenizer, batch_size, *sharing), tasks,
                               limit=limit or None, log_samples=False, bootstrap_iters=1000)
-        except AssertionError as e:  # HFLM's, some without a text
+        except AssertionError as e:  # raised by HFLM, sometimes without a message
             reason = str(e) or 'an answer is longer, or empty'
             raise UserError(f'lm_eval: a task does not fit into block_size='
                             f'{model.config.block_size}: {reason}; leave it out') from None

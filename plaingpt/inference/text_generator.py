@@ -11,7 +11,7 @@ import torch
 
 from configurator import checked
 from plaingpt.core.loss import token_losses
-from plaingpt.data.tokenizers import is_chat
+from plaingpt.data.tokenizers import is_chat, token_text
 from plaingpt.inference.generation import generate
 from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import printable
@@ -221,8 +221,7 @@ class TextGenerator:
         logprobs = (-token_losses(self.model, logits, targets)).tolist()
         if not start:
             logprobs = [None, *logprobs]
-        tokens = [self.tokenizer.decode_bytes([i]).decode('utf-8', 'backslashreplace')
-                  for i in ids[len(start):].tolist()]
+        tokens = [token_text(self.tokenizer, i) for i in ids[len(start):].tolist()]
         return list(zip(tokens, logprobs, strict=True))
 
     def answer(self, messages, stop=(), **sampling):

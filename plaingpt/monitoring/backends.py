@@ -7,13 +7,14 @@ BACKENDS. A backend that raises does not stop the run: it is dropped with a warn
 import shutil
 from pathlib import Path
 
+from plaingpt.monitoring.run_record import is_number
 from plaingpt.system.errors import needs, print_line
 from plaingpt.system.formatting import one_line
 
 
 def numbers(row):
     return {key: value for key, value in row.items()
-            if isinstance(value, int | float) and key != 'iter'}
+            if is_number(value) and key != 'iter'}
 
 
 class Wandb:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from plaingpt.core.loss import token_losses
+from plaingpt.data.tokenizers import token_text
 from plaingpt.monitoring.health import ActivationRecorder, attention_logits
 from plaingpt.system.files import append_line
 from plaingpt.system.formatting import finite, one_line
@@ -110,9 +111,7 @@ class Film:
         return rows
 
     def token_text(self, i):
-        r"""A token as text; bytes that are not UTF-8 on their own are shown as \xe2."""
-        return self.tokenizer.decode_bytes([i]).decode('utf-8', 'backslashreplace') \
-            or '<|endoftext|>'
+        return token_text(self.tokenizer, i) or '<|endoftext|>'
 
 
 def rounded(x):

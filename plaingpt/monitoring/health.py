@@ -21,7 +21,7 @@ from plaingpt.system.distributed import all_reduce_norms, is_sharded, local_rows
 
 TOKENS = 4096  # of the forward pass, at most
 SAMPLE = 2**16  # elements of each matrix whose update is measured
-SDPA_ARGUMENTS = 'query', 'key', 'value', 'attn_mask', 'dropout_p'  # those by position
+SDPA_ARGUMENTS = 'query', 'key', 'value', 'attn_mask', 'dropout_p'  # in torch's order
 
 
 def rms(x):

@@ -164,8 +164,11 @@ for optimizer in ('sgd', 'normuon', 'adamw'):
     train.main([*run, '--max_iters=2', '--init_from=resume'])
 assert 'matplotlib' not in sys.modules
 train.main([*run, '--check=auto', '--film=True', '--report=True'])
-assert not sys.modules.keys() & {'torch._dynamo', 'plaingpt.data.overlap',
-                                 'plaingpt.core.sharding', 'plaingpt.core.mixtures'}
+assert not sys.modules.keys() & {
+    'torch._dynamo', 'torch._inductor', 'torch.distributed.tensor', 'torch.distributed.fsdp',
+    'sympy', 'pandas', 'pyarrow', 'datasets', 'transformers', 'tokenizers', 'lm_eval',
+    'plaingpt.data.overlap', 'plaingpt.core.sharding', 'plaingpt.core.mixtures',
+    'plaingpt.experiments.memory'}
 """
 
 

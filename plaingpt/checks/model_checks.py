@@ -32,7 +32,8 @@ def small_model(config):
     initialized near zero would hide mistakes in what it multiplies."""
     torch.manual_seed(0)
     model = GPT(replace(config, n_layer=min(2, config.n_layer), n_embd=16 * config.n_head,
-                        vocab_size=TEXT_TOKENS + 1, document_start=BOS_ID))
+                        vocab_size=TEXT_TOKENS + 1, document_start=BOS_ID,
+                        ngram_rows=min(1024, config.ngram_rows)))
     with torch.no_grad():
         for name, p in model.named_parameters():
             if not name.startswith('transformer.h.'):

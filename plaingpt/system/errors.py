@@ -1,6 +1,7 @@
 """Running a script and its console output: results, warnings, progress bars, and for a mistake that
 the user can fix, one line and exit code 2."""
 
+import gc
 import math
 import os
 import re
@@ -75,6 +76,7 @@ def run_script(main):
             signal.signal(signal.SIGINT, interrupt)
         use_utf8()
         limit_threads()
+        gc.freeze()  # scanning the imported modules for garbage takes 0.1 s, at exit 0.3 s
         with cores_shared():
             main(sys.argv[1:])
         sys.stdout.flush()

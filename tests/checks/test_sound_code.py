@@ -10,6 +10,8 @@ from runs import CHECKED, change_batches
 import model
 import train
 from configurator import load_config
+from model import GPTConfig
+from plaingpt.checks.model_checks import small_model
 from plaingpt.core.settings import TrainConfig
 
 FLAGS = {
@@ -40,6 +42,12 @@ def test_every_recipe_passes(failed):
 @pytest.mark.parametrize('flags', FLAGS.values(), ids=FLAGS)
 def test_every_flag_passes(flags, failed):
     assert failed(**flags) == []
+
+
+def test_the_checks_use_a_small_model_of_a_run_with_large_tables():
+    config = GPTConfig(n_layer=12, n_head=2, n_embd=64, vocab_size=50304, ngram_rows=10**6,
+                       value_embeddings=True, tied_head=False)
+    assert small_model(config).num_parameters() < 200_000
 
 
 def test_document_attention_passes(documents, failed):

@@ -1,5 +1,6 @@
 """How a script ends, and what it says while its output has a reader and when that has gone."""
 
+import gc
 import io
 import os
 import pty
@@ -64,6 +65,14 @@ def test_a_bug_keeps_its_traceback():
         raise ZeroDivisionError
     with pytest.raises(ZeroDivisionError):
         run_script(main)
+
+
+def test_imported_modules_are_exempt_from_garbage_collection():
+    counts = []
+    gc.unfreeze()
+    run_script(lambda _: counts.append(gc.get_freeze_count()))
+    gc.unfreeze()
+    assert counts[0] > 100_000
 
 
 def test_a_closed_pipe_prints_no_error():

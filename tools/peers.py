@@ -1,0 +1,409 @@
+"""What people would use instead of plainGPT for a text of their own, for compare.py own-text.
+
+All train on the same training text, and are scored on the same validation bytes. Where a program
+lets one choose, its model has --n_layer and --n_embd, the vocabulary of plainGPT's dataset, and
+2,048 tokens per step. Everything else is its default.
+"""
+
+import csv
+import json
+import lzma
+import math
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from races import CPU_RECIPE, run_and_watch, score_whole_split
+
+from plaingpt.core.dataset import open_dataset
+from plaingpt.experiments.runs import train_once
+from plaingpt.system.errors import UserError
+from plaingpt.system.files import ROOT, read_json, write_json
+
+STEP_SEQUENCES = 8  # per step, of 256 tokens where the program does not have its own length
+
+
+class Job(NamedTuple):
+    """What a program trains on, in a temporary folder: train.txt, val.txt, and ours/, the text
+    prepared by plainGPT."""
+
+    folder: Path
+    config: object
+
+    def run(self, command, cwd=None, **env):
+        """Run a command of another program → its output."""
+        done = subprocess.run(list(map(str, command)), cwd=cwd, text=True, capture_output=True,
+                              env={**os.environ, 'HF_HOME': str(self.folder / 'hf'), **env})
+        if done.returncode:
+            sys.exit(f'{" ".join(map(str, command))[:300]} failed:\n{done.stderr[-3000:]}')
+        return done.stdout
+
+    def vocab_size(self):
+        return open_dataset(self.folder / 'ours').vocab_size
+
+    def text(self, split):
+        return (self.folder / f'{split}.txt').read_bytes().decode()
+
+    def score(self, *command, cwd, **env):
+        return float(self.run([command[0], ROOT / 'tools/score_peer.py', *command[1:],
+                               self.folder / 'val.txt'], cwd, **env).split()[-1])
+
+
+def write_texts(text, folder):
+    """Prepare a text as plainGPT does, and write its splits to train.txt and val.txt."""
+    run_and_watch(['prepare.py', 'text', Path(text).resolve(), f'--data_dir={folder}/ours'], ROOT)
+    dataset = open_dataset(folder / 'ours')
+    for name in ('train', 'val'):
+        stream = dataset.split(name)
+        text = dataset.tokenizer().decode(stream.read(0, len(stream)).tolist())
+        (folder / f'{name}.txt').write_bytes(text.encode())
+
+
+# -----------------------------------------------------------------------------
+# For each program: prepare(job), train(job, out, number of steps, factor of the learning rates),
+# score(job, out) → bits per byte. out: a folder that does not exist
+
+
+def prepare_nanogpt(job):
+    run_and_watch(['prepare.py', 'text', Path(job.config.text).resolve(), '--tokenizer=char',
+                   f'--data_dir={job.folder}/char'], ROOT)
+    with open(job.folder / 'char/meta.pkl', 'wb') as f:
+        pickle.dump({'vocab_size': open_dataset(job.folder / 'char').vocab_size}, f)
+
+
+def train_nanogpt(job, out, steps, factor):
+    run_and_watch([*CPU_RECIPE, f'--dataset={job.folder}/char', f'--out_dir={out}',
+                   f'--max_iters={steps}', f'--lr_decay_iters={steps}',
+                   f'--learning_rate={1e-3 * factor}', f'--min_lr={1e-4 * factor}'],
+                  job.config.nanogpt)
+
+
+def score_nanogpt(job, out):
+    return score_whole_split(f'--init_from={out}/ckpt.pt', f'{out}.json', f'{job.folder}/char',
+                             'best')['bits_per_byte']
+
+
+def train_bpe(job):
+    """A byte-level BPE of the tokenizers library, as for GPT-2, in bpe/."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+    bpe = ByteLevelBPETokenizer()
+    bpe.train(str(job.folder / 'train.txt'), vocab_size=job.vocab_size(), show_progress=False,
+              special_tokens=['<|endoftext|>'])
+    PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token='<|endoftext|>',
+                            clean_up_tokenization_spaces=False).save_pretrained(job.folder / 'bpe')
+
+
+# Blocks of 256 tokens as in transformers' run_clm.py; the best of eight evaluations is kept.
+TRAINER = '''
+import sys
+from pathlib import Path
+from transformers import (AutoTokenizer, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments,
+                          default_data_collator)
+folder, out, steps, rate, n_layer, n_embd = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(f'{folder}/bpe')
+
+def blocks(name):
+    ids = tokenizer(Path(folder, f'{name}.txt').read_bytes().decode())['input_ids']
+    starts = range(0, len(ids) - 255, 256)
+    return [{'input_ids': ids[i:i + 256], 'labels': ids[i:i + 256]} for i in starts]
+
+end = tokenizer.eos_token_id
+model = GPT2LMHeadModel(GPT2Config(
+    vocab_size=len(tokenizer), n_positions=256, n_layer=int(n_layer), n_embd=int(n_embd),
+    n_head=int(n_embd) // 64, bos_token_id=end, eos_token_id=end))
+every = max(1, int(steps) // 8)
+trainer = Trainer(model, TrainingArguments(
+    f'{out}/checkpoints', max_steps=int(steps), learning_rate=float(rate), use_cpu=True,
+    eval_strategy='steps', eval_steps=every, save_strategy='steps', save_steps=every,
+    load_best_model_at_end=True, save_total_limit=1, report_to='none', disable_tqdm=True),
+    default_data_collator, blocks('train'), blocks('val'))
+trainer.train()
+trainer.save_model(f'{out}/best')
+tokenizer.save_pretrained(f'{out}/best')
+'''
+
+
+def train_transformers(job, out, steps, factor):
+    job.run([sys.executable, '-c', TRAINER, job.folder, out, steps, 5e-5 * factor,
+             job.config.n_layer, job.config.n_embd])
+
+
+def score_transformers(job, out):
+    job.run([sys.executable, 'evaluate.py', f'--init_from={out}/best', '--tasks=text',
+             f'--data={job.folder}/val.txt', f'--output={out}.json'], ROOT)
+    return read_json(f'{out}.json')['results']['text']['bits_per_byte']
+
+
+def prepare_litgpt(job):
+    train_bpe(job)
+    for name in ('train', 'val'):
+        (job.folder / f'litgpt/{name}').mkdir(parents=True)
+        shutil.copy(job.folder / f'{name}.txt', job.folder / f'litgpt/{name}')
+
+
+def train_litgpt(job, out, steps, factor):
+    """The settings of litgpt's config_hub/pretrain/debug.yaml, which trains a Pythia."""
+    n_embd, data = job.config.n_embd, job.folder / 'litgpt'
+    write_json(f'{out}.json', {
+        'model_name': 'pythia-14m',
+        'model_config': {'name': 'pythia-14m', 'block_size': 256, 'n_layer': job.config.n_layer,
+                         'n_embd': n_embd, 'n_head': n_embd // 64, 'intermediate_size': 4 * n_embd,
+                         'vocab_size': job.vocab_size(), 'padding_multiple': 128},
+        'out_dir': str(out), 'precision': 'bf16-mixed', 'tokenizer_dir': str(job.folder / 'bpe'),
+        'data': {'class_path': 'litgpt.data.TextFiles', 'init_args': {
+            'train_data_path': str(data / 'train'), 'val_data_path': str(data / 'val')}},
+        'train': {'global_batch_size': STEP_SEQUENCES, 'micro_batch_size': STEP_SEQUENCES,
+                  'max_tokens': steps * STEP_SEQUENCES * 256, 'lr_warmup_steps': 100,
+                  'max_norm': 1.0, 'min_lr': 6e-5 * factor, 'save_interval': 1000},
+        'eval': {'interval': 1000, 'max_iters': 100, 'initial_validation': False,
+                 'final_validation': False},
+        'optimizer': {'class_path': 'torch.optim.AdamW', 'init_args': {
+            'lr': 6e-4 * factor, 'weight_decay': 0.1, 'betas': [0.9, 0.95]}},
+        'logger_name': 'csv'})
+    job.run([job.config.litgpt, '-m', 'litgpt', 'pretrain', '--config', f'{out}.json'], job.folder)
+
+
+def score_litgpt(job, out):
+    shutil.copy(job.folder / 'bpe/tokenizer.json', out / 'final')
+    return job.score(job.config.litgpt, 'litgpt', out / 'final', cwd=job.folder)
+
+
+# Documents of exactly one training sequence, because nanochat's loader drops what does not fit.
+NANOCHAT_DATA = '''
+import sys, pyarrow, pyarrow.parquet
+from pathlib import Path
+folder, length = Path(sys.argv[1]), int(sys.argv[2])
+if length:
+    from nanochat.tokenizer import get_tokenizer
+    tokenizer = get_tokenizer()
+for i, split in enumerate(('train', 'val')):
+    text = (folder / f'{split}.txt').read_bytes().decode()
+    if length:
+        ids = tokenizer.encode(text)
+        texts = [tokenizer.decode(ids[i:i + length]) for i in range(0, len(ids), length)]
+    else:
+        texts = [text[i:i + 5000] for i in range(0, len(text), 5000)]
+    pyarrow.parquet.write_table(pyarrow.table({'text': texts}),
+                                folder / f'nanochat/base_data_climbmix/{i}.parquet')
+'''
+
+
+def run_nanochat(job, *command):
+    return job.run([sys.executable, *command], job.config.nanochat,
+                   NANOCHAT_BASE_DIR=str(job.folder / 'nanochat'))
+
+
+def prepare_nanochat(job):
+    (job.folder / 'nanochat/base_data_climbmix').mkdir(parents=True)
+    run_nanochat(job, '-c', NANOCHAT_DATA, job.folder, 0)
+    run_nanochat(job, '-m', 'scripts.tok_train', f'--vocab-size={job.vocab_size()}')
+    run_nanochat(job, '-c', NANOCHAT_DATA, job.folder, 512)
+
+
+def train_nanochat(job, out, steps, factor):
+    """The settings of nanochat's runs/runcpu.sh, with fewer tokens per step."""
+    depth = job.config.n_layer
+    run_nanochat(job, '-m', 'scripts.base_train', f'--model-tag={out.name}', f'--depth={depth}',
+                 f'--aspect-ratio={job.config.n_embd // depth}', '--head-dim=64',
+                 '--window-pattern=L', '--max-seq-len=512', '--device-batch-size=4',
+                 '--total-batch-size=2048', '--eval-every=-1', '--core-metric-every=-1',
+                 '--sample-every=-1', f'--num-iterations={steps}', f'--matrix-lr={0.02 * factor}',
+                 f'--embedding-lr={0.3 * factor}', f'--unembedding-lr={0.008 * factor}',
+                 f'--scalar-lr={0.5 * factor}')
+
+
+def score_nanochat(job, out):
+    return job.score(sys.executable, 'nanochat', out.name, cwd=job.config.nanochat,
+                     NANOCHAT_BASE_DIR=str(job.folder / 'nanochat'))
+
+
+def prepare_minimind(job):
+    """minimind keeps its own tokenizer, and writes into its folder: a copy of it is used."""
+    shutil.copytree(job.config.minimind, job.folder / 'minimind',
+                    ignore=shutil.ignore_patterns('.git', 'images'))
+
+
+def train_minimind(job, out, steps, factor):
+    from tokenizers import Tokenizer
+    folder, text = job.folder / 'minimind', job.text('train')
+    starts = [start for start, _ in Tokenizer.from_file(
+        str(folder / 'model/tokenizer.json')).encode(text, add_special_tokens=False).offsets]
+    cuts = [*starts[::338], len(text)]  # its sequences: 340 tokens, of which two are special
+    samples = [text[i:j] for i, j in pairwise(cuts)]
+    with open(f'{out}.jsonl', 'w', encoding='utf-8') as f:
+        for i in range(steps * STEP_SEQUENCES):
+            f.write(json.dumps({'text': samples[i % len(samples)]}) + '\n')
+    job.run([sys.executable, 'train_pretrain.py', f'--data_path={out}.jsonl', f'--save_dir={out}',
+             '--epochs=1', f'--batch_size={STEP_SEQUENCES}', '--accumulation_steps=1',
+             f'--hidden_size={job.config.n_embd}', f'--num_hidden_layers={job.config.n_layer}',
+             f'--learning_rate={5e-4 * factor}'], folder / 'trainer')
+
+
+def score_minimind(job, out):
+    model = {'hidden_size': job.config.n_embd, 'num_hidden_layers': job.config.n_layer}
+    settings = {'model': model, 'block_size': 340,
+                'weights': f'{out}/pretrain_{job.config.n_embd}.pth'}
+    return job.score(sys.executable, 'minimind', json.dumps(settings),
+                     cwd=job.folder / 'minimind')
+
+
+class Peer(NamedTuple):
+    setting: str  # of compare.py: where the program is; empty: installed
+    learning_rate: float  # its default, for the table
+    factors: tuple  # of that learning rate, to choose from
+    steps: tuple  # few and more, to time a step
+    prepare: object
+    train: object
+    score: object
+
+
+# The default of transformers' Trainer is meant for fine-tuning, nanochat's are tuned for Muon.
+PEERS = {
+    'nanoGPT': Peer('nanogpt', 1e-3, (1, 3, 10), (250, 500),
+                    prepare_nanogpt, train_nanogpt, score_nanogpt),
+    'transformers': Peer('', 5e-5, (10, 30, 100), (8, 32),
+                         train_bpe, train_transformers, score_transformers),
+    'litgpt': Peer('litgpt', 6e-4, (1, 3, 10), (10, 40),
+                   prepare_litgpt, train_litgpt, score_litgpt),
+    'nanochat': Peer('nanochat', 0.02, (1 / 3, 1, 3), (10, 40),
+                     prepare_nanochat, train_nanochat, score_nanochat),
+    'minimind': Peer('minimind', 5e-4, (1, 3, 10), (8, 32),
+                     prepare_minimind, train_minimind, score_minimind)}
+
+
+class Trials:
+    """Trains a peer for a time or a number of steps."""
+
+    def __init__(self, peer, job):
+        self.peer, self.job, self.count = peer, job, 0
+        peer.prepare(job)
+        few, more = peer.steps
+        self.train(few, 1)  # torch.compile fills its cache
+        few_s, more_s = self.train(few, 1)[0], self.train(more, 1)[0]
+        self.step_s = (more_s - few_s) / (more - few)
+        self.startup_s = max(0.0, few_s - few * self.step_s)
+
+    def train(self, steps, factor):
+        """→ seconds, folder of the model"""
+        self.count += 1
+        out = self.job.folder / f'out-{self.count}'
+        start_time = time.perf_counter()
+        self.peer.train(self.job, out, steps, factor)
+        return time.perf_counter() - start_time, out
+
+    def result(self, minutes, factor, with_startup=True):
+        """→ columns of the table"""
+        budget_s = 60 * minutes - self.startup_s * with_startup
+        steps = max(1, math.floor(budget_s / self.step_s))
+        seconds, out = self.train(steps, factor)
+        return {'learning_rate': f'{self.peer.learning_rate * factor:.2g}', 'steps': steps,
+                'seconds': round(seconds), 'bits_per_byte': self.peer.score(self.job, out)}
+
+
+def own_text(config, _):
+    """Bits per byte of the validation text after config.minutes, with the default learning rate and
+    with the one of three that is best after a fifth of the time; for xz -9e, what the validation
+    text adds to the compressed training text."""
+    available = [name for name, peer in PEERS.items()
+                 if (getattr(config, peer.setting) if peer.setting else find_spec(name))]
+    names = config.peers.split(',') if config.peers else ['xz', 'plainGPT', *available]
+    for name in names:
+        if name not in ('xz', 'plainGPT', *available):
+            raise UserError(f'peers={name}: choose from xz, plainGPT, {", ".join(PEERS)}; '
+                            'the code of each is needed, such as --nanochat=FOLDER')
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            job = Job(Path(folder).resolve(), config)
+            write_texts(config.text, job.folder)
+            for setting, columns in results(name, job):
+                add_row(config, {
+                    'text': Path(config.text).name, 'bytes': Path(config.text).stat().st_size,
+                    'minutes': config.minutes, 'program': name, 'setting': setting, **columns})
+
+
+def results(name, job):
+    """Yield (default or tuned, columns of the table)."""
+    minutes = job.config.minutes
+    if name == 'xz':
+        train, val = (job.text(split).encode() for split in ('train', 'val'))
+        added = xz_size(train + val) - xz_size(train)
+        yield 'default', {'bits_per_byte': 8 * added / len(val)}
+    elif name == 'plainGPT':
+        out, start_time = job.folder / 'out', time.perf_counter()
+        train_once(['config/own_text.py', f'--dataset={job.folder}/ours', '--device=cpu',
+                    f'--minutes={minutes}'], str(out))
+        seconds = round(time.perf_counter() - start_time)
+        score = score_whole_split(f'--out_dir={out}', f'{out}.json', f'{job.folder}/ours', 'best')
+        yield 'default', {'seconds': seconds, 'bits_per_byte': score['bits_per_byte']}
+    else:
+        peer = PEERS[name]
+        trials = Trials(peer, job)
+        default = trials.result(minutes, 1)
+        yield 'default', default
+        scores = {}
+        for factor in peer.factors:
+            trial = trials.result(minutes / 5, factor, with_startup=False)
+            scores[factor] = trial['bits_per_byte']
+            print(f'{name}, learning rate {trial["learning_rate"]}, {minutes / 5:g} minutes: '
+                  f'{scores[factor]:.4f} bits per byte', flush=True)
+        best = min(scores, key=scores.get)
+        yield 'tuned', default if best == 1 else trials.result(minutes, best)
+
+
+def xz_size(text):
+    return len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME))
+
+
+COLUMNS = ('text', 'bytes', 'minutes', 'program', 'setting', 'learning_rate', 'steps', 'seconds',
+           'bits_per_byte')
+
+
+def add_row(config, row):
+    """Print a row, and append it to own-text-peers.csv in config.save, if set."""
+    row['bits_per_byte'] = f'{row["bits_per_byte"]:.4f}'
+    print(', '.join(f'{row[key]}' for key in COLUMNS if key in row), flush=True)
+    if config.save:
+        path = Path(config.save, 'own-text-peers.csv')
+        is_new = not path.exists()
+        with open(path, 'a', newline='') as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator='\n')
+            if is_new:
+                writer.writeheader()
+            writer.writerow(row)
+
+
+def own_text_picture(config, _):
+    """Draw docs/results/own-text-peers.csv: docs/own-text-peers.png."""
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    with open(ROOT / 'docs/results/own-text-peers.csv', newline='') as file:
+        rows = list(csv.DictReader(file))
+    texts = list(dict.fromkeys(row['text'] for row in rows))
+    figure, axes = plt.subplots(1, len(texts), figsize=(6 * len(texts), 3.6), squeeze=False)
+    for ax, text in zip(axes[0], texts, strict=True):
+        bits = {}  # {program: {setting: bits per byte}}
+        for row in rows:
+            if row['text'] == text:
+                bits.setdefault(row['program'], {})[row['setting']] = float(row['bits_per_byte'])
+        programs = sorted(bits, key=lambda name: -min(bits[name].values()))
+        for i, name in enumerate(programs):
+            default, best = bits[name]['default'], min(bits[name].values())
+            color = {'plainGPT': '#0072b2', 'xz': '#999999'}.get(name, '#e69f00')
+            ax.barh(i, default, color=color, alpha=0.35)
+            ax.barh(i, best, color=color)
+            ax.text(max(default, best), i, f' {best:.2f}', va='center')
+        ax.set(yticks=range(len(programs)), yticklabels=programs, title=text,
+               xlabel='bits per byte of the validation text')
+        ax.spines[['top', 'right']].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(ROOT / 'docs/own-text-peers.png', dpi=120)

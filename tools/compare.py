@@ -36,7 +36,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from peers import own_text, own_text_picture
+from own_text import own_text, own_text_picture
 from races import equality, picture, race, race_gpu, run_and_watch
 
 from configurator import load_config
@@ -63,8 +63,9 @@ class CompareConfig(TrainConfig):
     nanochat: str = ''  # folder of nanochat
     minimind: str = ''  # folder of minimind
     litgpt: str = ''  # Python that litgpt and litdata are installed for
-    n_layer: int = 4  # of the other programs' models, except nanoGPT's recipe
-    n_embd: int = 256  # channels of these
+    n_layer: int = 4  # size of the other programs' models, except nanoGPT's
+    n_head: int = 4
+    n_embd: int = 256
     # prepare
     megabytes: int = 500  # size of the text
 

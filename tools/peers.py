@@ -1,22 +1,17 @@
-"""What people would use instead of plainGPT for a text of their own, for compare.py own-text.
+"""Programs that train on a text of one's own, for own_text.py: how each is prepared, trained and
+scored.
 
-All train on the same training text, and are scored on the same validation bytes. Where a program
-lets one choose, its model has --n_layer and --n_embd, the vocabulary of plainGPT's dataset, and
-2,048 tokens per step. Everything else is its default.
+Their models have the layers, heads and channels of the settings, the vocabulary of plainGPT's
+dataset, and about 2,048 tokens per step. nanoGPT has its CPU recipe, and minimind its own
+tokenizer. Everything else is the program's default.
 """
 
-import csv
 import json
-import lzma
-import math
 import os
 import pickle
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -24,8 +19,6 @@ from typing import NamedTuple
 from races import CPU_RECIPE, run_and_watch, score_whole_split
 
 from plaingpt.core.dataset import open_dataset
-from plaingpt.experiments.runs import train_once
-from plaingpt.system.errors import UserError
 from plaingpt.system.files import ROOT, read_json, write_json
 
 STEP_SEQUENCES = 8  # per step, of 256 tokens where the program does not have its own length
@@ -46,6 +39,11 @@ class Job(NamedTuple):
             sys.exit(f'{" ".join(map(str, command))[:300]} failed:\n{done.stderr[-3000:]}')
         return done.stdout
 
+    def prepare_text(self, name, *options):
+        """Prepare the text with plainGPT."""
+        run_and_watch(['prepare.py', 'text', Path(self.config.text).resolve(), *options,
+                       f'--data_dir={self.folder}/{name}'], ROOT)
+
     def vocab_size(self):
         return open_dataset(self.folder / 'ours').vocab_size
 
@@ -57,24 +55,13 @@ class Job(NamedTuple):
                                self.folder / 'val.txt'], cwd, **env).split()[-1])
 
 
-def write_texts(text, folder):
-    """Prepare a text as plainGPT does, and write its splits to train.txt and val.txt."""
-    run_and_watch(['prepare.py', 'text', Path(text).resolve(), f'--data_dir={folder}/ours'], ROOT)
-    dataset = open_dataset(folder / 'ours')
-    for name in ('train', 'val'):
-        stream = dataset.split(name)
-        text = dataset.tokenizer().decode(stream.read(0, len(stream)).tolist())
-        (folder / f'{name}.txt').write_bytes(text.encode())
-
-
 # -----------------------------------------------------------------------------
 # For each program: prepare(job), train(job, out, number of steps, factor of the learning rates),
 # score(job, out) → bits per byte. out: a folder that does not exist
 
 
 def prepare_nanogpt(job):
-    run_and_watch(['prepare.py', 'text', Path(job.config.text).resolve(), '--tokenizer=char',
-                   f'--data_dir={job.folder}/char'], ROOT)
+    job.prepare_text('char', '--tokenizer=char')
     with open(job.folder / 'char/meta.pkl', 'wb') as f:
         pickle.dump({'vocab_size': open_dataset(job.folder / 'char').vocab_size}, f)
 
@@ -108,7 +95,7 @@ import sys
 from pathlib import Path
 from transformers import (AutoTokenizer, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments,
                           default_data_collator)
-folder, out, steps, rate, n_layer, n_embd = sys.argv[1:]
+folder, out, steps, rate, n_layer, n_head, n_embd = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(f'{folder}/bpe')
 
 def blocks(name):
@@ -119,7 +106,7 @@ def blocks(name):
 end = tokenizer.eos_token_id
 model = GPT2LMHeadModel(GPT2Config(
     vocab_size=len(tokenizer), n_positions=256, n_layer=int(n_layer), n_embd=int(n_embd),
-    n_head=int(n_embd) // 64, bos_token_id=end, eos_token_id=end))
+    n_head=int(n_head), bos_token_id=end, eos_token_id=end))
 every = max(1, int(steps) // 8)
 trainer = Trainer(model, TrainingArguments(
     f'{out}/checkpoints', max_steps=int(steps), learning_rate=float(rate), use_cpu=True,
@@ -134,7 +121,7 @@ tokenizer.save_pretrained(f'{out}/best')
 
 def train_transformers(job, out, steps, factor):
     job.run([sys.executable, '-c', TRAINER, job.folder, out, steps, 5e-5 * factor,
-             job.config.n_layer, job.config.n_embd])
+             job.config.n_layer, job.config.n_head, job.config.n_embd])
 
 
 def score_transformers(job, out):
@@ -156,8 +143,9 @@ def train_litgpt(job, out, steps, factor):
     write_json(f'{out}.json', {
         'model_name': 'pythia-14m',
         'model_config': {'name': 'pythia-14m', 'block_size': 256, 'n_layer': job.config.n_layer,
-                         'n_embd': n_embd, 'n_head': n_embd // 64, 'intermediate_size': 4 * n_embd,
-                         'vocab_size': job.vocab_size(), 'padding_multiple': 128},
+                         'n_embd': n_embd, 'n_head': job.config.n_head,
+                         'intermediate_size': 4 * n_embd, 'vocab_size': job.vocab_size(),
+                         'padding_multiple': 128},
         'out_dir': str(out), 'precision': 'bf16-mixed', 'tokenizer_dir': str(job.folder / 'bpe'),
         'data': {'class_path': 'litgpt.data.TextFiles', 'init_args': {
             'train_data_path': str(data / 'train'), 'val_data_path': str(data / 'val')}},
@@ -213,10 +201,11 @@ def train_nanochat(job, out, steps, factor):
     """The settings of nanochat's runs/runcpu.sh, with fewer tokens per step."""
     depth = job.config.n_layer
     run_nanochat(job, '-m', 'scripts.base_train', f'--model-tag={out.name}', f'--depth={depth}',
-                 f'--aspect-ratio={job.config.n_embd // depth}', '--head-dim=64',
-                 '--window-pattern=L', '--max-seq-len=512', '--device-batch-size=4',
-                 '--total-batch-size=2048', '--eval-every=-1', '--core-metric-every=-1',
-                 '--sample-every=-1', f'--num-iterations={steps}', f'--matrix-lr={0.02 * factor}',
+                 f'--aspect-ratio={job.config.n_embd // depth}',
+                 f'--head-dim={job.config.n_embd // job.config.n_head}', '--window-pattern=L',
+                 '--max-seq-len=512', '--device-batch-size=4', '--total-batch-size=2048',
+                 '--eval-every=-1', '--core-metric-every=-1', '--sample-every=-1',
+                 f'--num-iterations={steps}', f'--matrix-lr={0.02 * factor}',
                  f'--embedding-lr={0.3 * factor}', f'--unembedding-lr={0.008 * factor}',
                  f'--scalar-lr={0.5 * factor}')
 
@@ -278,132 +267,3 @@ PEERS = {
                      prepare_nanochat, train_nanochat, score_nanochat),
     'minimind': Peer('minimind', 5e-4, (1, 3, 10), (8, 32),
                      prepare_minimind, train_minimind, score_minimind)}
-
-
-class Trials:
-    """Trains a peer for a time or a number of steps."""
-
-    def __init__(self, peer, job):
-        self.peer, self.job, self.count = peer, job, 0
-        peer.prepare(job)
-        few, more = peer.steps
-        self.train(few, 1)  # torch.compile fills its cache
-        few_s, more_s = self.train(few, 1)[0], self.train(more, 1)[0]
-        self.step_s = (more_s - few_s) / (more - few)
-        self.startup_s = max(0.0, few_s - few * self.step_s)
-
-    def train(self, steps, factor):
-        """→ seconds, folder of the model"""
-        self.count += 1
-        out = self.job.folder / f'out-{self.count}'
-        start_time = time.perf_counter()
-        self.peer.train(self.job, out, steps, factor)
-        return time.perf_counter() - start_time, out
-
-    def result(self, minutes, factor, with_startup=True):
-        """→ columns of the table"""
-        budget_s = 60 * minutes - self.startup_s * with_startup
-        steps = max(1, math.floor(budget_s / self.step_s))
-        seconds, out = self.train(steps, factor)
-        return {'learning_rate': f'{self.peer.learning_rate * factor:.2g}', 'steps': steps,
-                'seconds': round(seconds), 'bits_per_byte': self.peer.score(self.job, out)}
-
-
-def own_text(config, _):
-    """Bits per byte of the validation text after config.minutes, with the default learning rate and
-    with the one of three that is best after a fifth of the time; for xz -9e, what the validation
-    text adds to the compressed training text."""
-    available = [name for name, peer in PEERS.items()
-                 if (getattr(config, peer.setting) if peer.setting else find_spec(name))]
-    names = config.peers.split(',') if config.peers else ['xz', 'plainGPT', *available]
-    for name in names:
-        if name not in ('xz', 'plainGPT', *available):
-            raise UserError(f'peers={name}: choose from xz, plainGPT, {", ".join(PEERS)}; '
-                            'the code of each is needed, such as --nanochat=FOLDER')
-    for name in names:
-        with tempfile.TemporaryDirectory() as folder:
-            job = Job(Path(folder).resolve(), config)
-            write_texts(config.text, job.folder)
-            for setting, columns in results(name, job):
-                add_row(config, {
-                    'text': Path(config.text).name, 'bytes': Path(config.text).stat().st_size,
-                    'minutes': config.minutes, 'program': name, 'setting': setting, **columns})
-
-
-def results(name, job):
-    """Yield (default or tuned, columns of the table)."""
-    minutes = job.config.minutes
-    if name == 'xz':
-        train, val = (job.text(split).encode() for split in ('train', 'val'))
-        added = xz_size(train + val) - xz_size(train)
-        yield 'default', {'bits_per_byte': 8 * added / len(val)}
-    elif name == 'plainGPT':
-        out, start_time = job.folder / 'out', time.perf_counter()
-        train_once(['config/own_text.py', f'--dataset={job.folder}/ours', '--device=cpu',
-                    f'--minutes={minutes}'], str(out))
-        seconds = round(time.perf_counter() - start_time)
-        score = score_whole_split(f'--out_dir={out}', f'{out}.json', f'{job.folder}/ours', 'best')
-        yield 'default', {'seconds': seconds, 'bits_per_byte': score['bits_per_byte']}
-    else:
-        peer = PEERS[name]
-        trials = Trials(peer, job)
-        default = trials.result(minutes, 1)
-        yield 'default', default
-        scores = {}
-        for factor in peer.factors:
-            trial = trials.result(minutes / 5, factor, with_startup=False)
-            scores[factor] = trial['bits_per_byte']
-            print(f'{name}, learning rate {trial["learning_rate"]}, {minutes / 5:g} minutes: '
-                  f'{scores[factor]:.4f} bits per byte', flush=True)
-        best = min(scores, key=scores.get)
-        yield 'tuned', default if best == 1 else trials.result(minutes, best)
-
-
-def xz_size(text):
-    return len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME))
-
-
-COLUMNS = ('text', 'bytes', 'minutes', 'program', 'setting', 'learning_rate', 'steps', 'seconds',
-           'bits_per_byte')
-
-
-def add_row(config, row):
-    """Print a row, and append it to own-text-peers.csv in config.save, if set."""
-    row['bits_per_byte'] = f'{row["bits_per_byte"]:.4f}'
-    print(', '.join(f'{row[key]}' for key in COLUMNS if key in row), flush=True)
-    if config.save:
-        path = Path(config.save, 'own-text-peers.csv')
-        is_new = not path.exists()
-        with open(path, 'a', newline='') as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator='\n')
-            if is_new:
-                writer.writeheader()
-            writer.writerow(row)
-
-
-def own_text_picture(config, _):
-    """Draw docs/results/own-text-peers.csv: docs/own-text-peers.png."""
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    with open(ROOT / 'docs/results/own-text-peers.csv', newline='') as file:
-        rows = list(csv.DictReader(file))
-    texts = list(dict.fromkeys(row['text'] for row in rows))
-    figure, axes = plt.subplots(1, len(texts), figsize=(6 * len(texts), 3.6), squeeze=False)
-    for ax, text in zip(axes[0], texts, strict=True):
-        bits = {}  # {program: {setting: bits per byte}}
-        for row in rows:
-            if row['text'] == text:
-                bits.setdefault(row['program'], {})[row['setting']] = float(row['bits_per_byte'])
-        programs = sorted(bits, key=lambda name: -min(bits[name].values()))
-        for i, name in enumerate(programs):
-            default, best = bits[name]['default'], min(bits[name].values())
-            color = {'plainGPT': '#0072b2', 'xz': '#999999'}.get(name, '#e69f00')
-            ax.barh(i, default, color=color, alpha=0.35)
-            ax.barh(i, best, color=color)
-            ax.text(max(default, best), i, f' {best:.2f}', va='center')
-        ax.set(yticks=range(len(programs)), yticklabels=programs, title=text,
-               xlabel='bits per byte of the validation text')
-        ax.spines[['top', 'right']].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(ROOT / 'docs/own-text-peers.png', dpi=120)

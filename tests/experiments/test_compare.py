@@ -1,12 +1,18 @@
+import json
 import sys
 
 import pytest
 import races
+from own_text import split_texts
 from processes import ROOT, options, run
 from runs import TINY, lines
+from score_peer import bits_per_byte
 
+import evaluate
 import prepare
 import train
+from plaingpt.core.dataset import open_dataset
+from plaingpt.inference.open_weights import ModelChoice, load
 
 
 def test_a_race_reads_what_both_programs_print(tmp_path):
@@ -17,6 +23,22 @@ print('iter 120 | loss 2.1489 | lr 1.27e-03 | grad 0.42 | 140 ms | 467k tok/s')"
     watched = races.run_and_watch(['train.py'], tmp_path)
     assert [point[1:] for point in watched.curve] == [(100, 3.7330), (100, 2.6323)]
     assert watched.step_ms == [131.0, 140.0]
+
+
+def test_the_models_of_other_programs_are_scored_as_evaluate_does(trained, char_data, tmp_path):
+    evaluate.main([str(trained), '--device=cpu', f'--output={tmp_path}/scores.json'])
+    scores = json.loads((tmp_path / 'scores.json').read_text())['results']['val']
+    model, tokenizer, _ = load(ModelChoice(out_dir=str(trained)))
+    stream = open_dataset(char_data).split('val')
+    ids = stream.read(0, len(stream)).tolist()
+    bits = bits_per_byte(lambda idx: model.eval()(idx, idx)[0], ids,
+                         len(tokenizer.decode(ids[1:]).encode()), model.config.block_size)
+    assert bits == pytest.approx(scores['bits_per_byte'], rel=1e-5)
+
+
+def test_the_validation_text_does_not_depend_on_the_tokenizer(text_file, char_data, tmp_path):
+    prepare.main(['text', str(text_file), '--tokenizer=bpe:300', f'--data_dir={tmp_path}/d'])
+    assert split_texts(tmp_path / 'd') == split_texts(char_data)
 
 
 def test_the_recipe_of_a_gpu_quickstart_trains_small_on_a_cpu(text_file, tmp_path):

@@ -62,7 +62,7 @@ class CompareConfig(TrainConfig):
     peers: str = ''  # programs: xz,plainGPT,nanoGPT,transformers,…; empty: all available
     nanochat: str = ''  # folder of nanochat
     minimind: str = ''  # folder of minimind
-    litgpt: str = ''  # Python that litgpt and litdata are installed for
+    litgpt: str = ''  # virtual environment with the packages litgpt and litdata
     n_layer: int = 4  # size of the other programs' models, except nanoGPT's
     n_head: int = 4
     n_embd: int = 256

@@ -50,9 +50,12 @@ class Job(NamedTuple):
     def text(self, split):
         return (self.folder / f'{split}.txt').read_bytes().decode()
 
-    def score(self, *command, cwd, **env):
-        return float(self.run([command[0], ROOT / 'tools/score_peer.py', *command[1:],
-                               self.folder / 'val.txt'], cwd, **env).split()[-1])
+    def peer_side(self, *arguments, cwd, python=sys.executable, **env):
+        """Run a function of peer_side.py → what it printed last."""
+        return self.run([python, ROOT / 'tools/peer_side.py', *arguments], cwd, **env).split()[-1]
+
+    def score(self, function, *arguments, **options):
+        return float(self.peer_side(function, self.folder / 'val.txt', *arguments, **options))
 
 
 # -----------------------------------------------------------------------------
@@ -85,49 +88,23 @@ def train_bpe(job):
     bpe = ByteLevelBPETokenizer()
     bpe.train(str(job.folder / 'train.txt'), vocab_size=job.vocab_size(), show_progress=False,
               special_tokens=['<|endoftext|>'])
-    PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token='<|endoftext|>',
-                            clean_up_tokenization_spaces=False).save_pretrained(job.folder / 'bpe')
-
-
-# Blocks of 256 tokens as in transformers' run_clm.py; the best of eight evaluations is kept.
-TRAINER = '''
-import sys
-from pathlib import Path
-from transformers import (AutoTokenizer, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments,
-                          default_data_collator)
-folder, out, steps, rate, n_layer, n_head, n_embd = sys.argv[1:]
-tokenizer = AutoTokenizer.from_pretrained(f'{folder}/bpe')
-
-def blocks(name):
-    ids = tokenizer(Path(folder, f'{name}.txt').read_bytes().decode())['input_ids']
-    starts = range(0, len(ids) - 255, 256)
-    return [{'input_ids': ids[i:i + 256], 'labels': ids[i:i + 256]} for i in starts]
-
-end = tokenizer.eos_token_id
-model = GPT2LMHeadModel(GPT2Config(
-    vocab_size=len(tokenizer), n_positions=256, n_layer=int(n_layer), n_embd=int(n_embd),
-    n_head=int(n_head), bos_token_id=end, eos_token_id=end))
-every = max(1, int(steps) // 8)
-trainer = Trainer(model, TrainingArguments(
-    f'{out}/checkpoints', max_steps=int(steps), learning_rate=float(rate), use_cpu=True,
-    eval_strategy='steps', eval_steps=every, save_strategy='steps', save_steps=every,
-    load_best_model_at_end=True, save_total_limit=1, report_to='none', disable_tqdm=True),
-    default_data_collator, blocks('train'), blocks('val'))
-trainer.train()
-trainer.save_model(f'{out}/best')
-tokenizer.save_pretrained(f'{out}/best')
-'''
+    PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token='<|endoftext|>',
+                            eos_token='<|endoftext|>').save_pretrained(job.folder / 'bpe')
 
 
 def train_transformers(job, out, steps, factor):
-    job.run([sys.executable, '-c', TRAINER, job.folder, out, steps, 5e-5 * factor,
-             job.config.n_layer, job.config.n_head, job.config.n_embd])
+    size = job.config.n_layer, job.config.n_head, job.config.n_embd
+    job.peer_side('train_gpt2', job.folder, out, steps, 5e-5 * factor, *size, cwd=job.folder)
 
 
 def score_transformers(job, out):
     job.run([sys.executable, 'evaluate.py', f'--init_from={out}/best', '--tasks=text',
              f'--data={job.folder}/val.txt', f'--output={out}.json'], ROOT)
     return read_json(f'{out}.json')['results']['text']['bits_per_byte']
+
+
+def litgpt_python(job):
+    return Path(job.config.litgpt).absolute() / 'bin/python'
 
 
 def prepare_litgpt(job):
@@ -157,62 +134,43 @@ def train_litgpt(job, out, steps, factor):
         'optimizer': {'class_path': 'torch.optim.AdamW', 'init_args': {
             'lr': 6e-4 * factor, 'weight_decay': 0.1, 'betas': [0.9, 0.95]}},
         'logger_name': 'csv'})
-    job.run([job.config.litgpt, '-m', 'litgpt', 'pretrain', '--config', f'{out}.json'], job.folder)
+    job.run([litgpt_python(job), '-m', 'litgpt', 'pretrain', '--config', f'{out}.json'],
+            job.folder)
 
 
 def score_litgpt(job, out):
     shutil.copy(job.folder / 'bpe/tokenizer.json', out / 'final')
-    return job.score(job.config.litgpt, 'litgpt', out / 'final', cwd=job.folder)
+    return job.score('score_litgpt', out / 'final', cwd=job.folder, python=litgpt_python(job))
 
 
-# Documents of exactly one training sequence, because nanochat's loader drops what does not fit.
-NANOCHAT_DATA = '''
-import sys, pyarrow, pyarrow.parquet
-from pathlib import Path
-folder, length = Path(sys.argv[1]), int(sys.argv[2])
-if length:
-    from nanochat.tokenizer import get_tokenizer
-    tokenizer = get_tokenizer()
-for i, split in enumerate(('train', 'val')):
-    text = (folder / f'{split}.txt').read_bytes().decode()
-    if length:
-        ids = tokenizer.encode(text)
-        texts = [tokenizer.decode(ids[i:i + length]) for i in range(0, len(ids), length)]
-    else:
-        texts = [text[i:i + 5000] for i in range(0, len(text), 5000)]
-    pyarrow.parquet.write_table(pyarrow.table({'text': texts}),
-                                folder / f'nanochat/base_data_climbmix/{i}.parquet')
-'''
-
-
-def run_nanochat(job, *command):
-    return job.run([sys.executable, *command], job.config.nanochat,
-                   NANOCHAT_BASE_DIR=str(job.folder / 'nanochat'))
+def nanochat_place(job):
+    return {'cwd': job.config.nanochat, 'NANOCHAT_BASE_DIR': str(job.folder / 'nanochat')}
 
 
 def prepare_nanochat(job):
+    """Documents of one training sequence, because nanochat's loader drops what does not fit."""
     (job.folder / 'nanochat/base_data_climbmix').mkdir(parents=True)
-    run_nanochat(job, '-c', NANOCHAT_DATA, job.folder, 0)
-    run_nanochat(job, '-m', 'scripts.tok_train', f'--vocab-size={job.vocab_size()}')
-    run_nanochat(job, '-c', NANOCHAT_DATA, job.folder, 512)
+    job.peer_side('cut_for_nanochat', job.folder, 0, **nanochat_place(job))
+    job.run([sys.executable, '-m', 'scripts.tok_train', f'--vocab-size={job.vocab_size()}'],
+            **nanochat_place(job))
+    job.peer_side('cut_for_nanochat', job.folder, 512, **nanochat_place(job))
 
 
 def train_nanochat(job, out, steps, factor):
     """The settings of nanochat's runs/runcpu.sh, with fewer tokens per step."""
     depth = job.config.n_layer
-    run_nanochat(job, '-m', 'scripts.base_train', f'--model-tag={out.name}', f'--depth={depth}',
-                 f'--aspect-ratio={job.config.n_embd // depth}',
-                 f'--head-dim={job.config.n_embd // job.config.n_head}', '--window-pattern=L',
-                 '--max-seq-len=512', '--device-batch-size=4', '--total-batch-size=2048',
-                 '--eval-every=-1', '--core-metric-every=-1', '--sample-every=-1',
-                 f'--num-iterations={steps}', f'--matrix-lr={0.02 * factor}',
-                 f'--embedding-lr={0.3 * factor}', f'--unembedding-lr={0.008 * factor}',
-                 f'--scalar-lr={0.5 * factor}')
+    job.run([sys.executable, '-m', 'scripts.base_train', f'--model-tag={out.name}',
+             f'--depth={depth}', f'--aspect-ratio={job.config.n_embd // depth}',
+             f'--head-dim={job.config.n_embd // job.config.n_head}', '--window-pattern=L',
+             '--max-seq-len=512', '--device-batch-size=4', '--total-batch-size=2048',
+             '--eval-every=-1', '--core-metric-every=-1', '--sample-every=-1',
+             f'--num-iterations={steps}', f'--matrix-lr={0.02 * factor}',
+             f'--embedding-lr={0.3 * factor}', f'--unembedding-lr={0.008 * factor}',
+             f'--scalar-lr={0.5 * factor}'], **nanochat_place(job))
 
 
 def score_nanochat(job, out):
-    return job.score(sys.executable, 'nanochat', out.name, cwd=job.config.nanochat,
-                     NANOCHAT_BASE_DIR=str(job.folder / 'nanochat'))
+    return job.score('score_nanochat', out.name, **nanochat_place(job))
 
 
 def prepare_minimind(job):
@@ -238,10 +196,8 @@ def train_minimind(job, out, steps, factor):
 
 
 def score_minimind(job, out):
-    model = {'hidden_size': job.config.n_embd, 'num_hidden_layers': job.config.n_layer}
-    settings = {'model': model, 'block_size': 340,
-                'weights': f'{out}/pretrain_{job.config.n_embd}.pth'}
-    return job.score(sys.executable, 'minimind', json.dumps(settings),
+    size = {'hidden_size': job.config.n_embd, 'num_hidden_layers': job.config.n_layer}
+    return job.score('score_minimind', out / f'pretrain_{job.config.n_embd}.pth', json.dumps(size),
                      cwd=job.folder / 'minimind')
 
 

@@ -4,9 +4,9 @@ import sys
 import pytest
 import races
 from own_text import split_texts
+from peer_side import bits_per_byte
 from processes import ROOT, options, run
 from runs import TINY, lines
-from score_peer import bits_per_byte
 
 import evaluate
 import prepare

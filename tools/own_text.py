@@ -64,8 +64,8 @@ def own_text(config, _):
     names = config.peers.split(',') if config.peers else ['xz', 'plainGPT', *available]
     for name in names:
         if name not in ('xz', 'plainGPT', *available):
-            raise UserError(f'peers={name}: choose from xz, plainGPT, {", ".join(PEERS)}; '
-                            'the code of each is needed, such as --nanochat=FOLDER')
+            raise UserError(f'peers={name}: choose from xz, plainGPT, {", ".join(PEERS)}, and name '
+                            'the folder of its code, such as --nanochat=FOLDER')
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             job = Job(Path(folder).resolve(), config)

@@ -128,9 +128,8 @@ def train_litgpt(job, out, steps, factor):
             'train_data_path': str(data / 'train'), 'val_data_path': str(data / 'val')}},
         'train': {'global_batch_size': STEP_SEQUENCES, 'micro_batch_size': STEP_SEQUENCES,
                   'max_tokens': steps * STEP_SEQUENCES * 256, 'lr_warmup_steps': 100,
-                  'max_norm': 1.0, 'min_lr': 6e-5 * factor, 'save_interval': 1000},
-        'eval': {'interval': 1000, 'max_iters': 100, 'initial_validation': False,
-                 'final_validation': False},
+                  'max_norm': 1.0, 'min_lr': 6e-5 * factor},
+        'eval': {'interval': 1000, 'final_validation': False},
         'optimizer': {'class_path': 'torch.optim.AdamW', 'init_args': {
             'lr': 6e-4 * factor, 'weight_decay': 0.1, 'betas': [0.9, 0.95]}},
         'logger_name': 'csv'})

@@ -149,7 +149,9 @@ def own_text_picture(config, _):
             color = {'plainGPT': '#0072b2', 'xz': '#999999'}.get(name, '#e69f00')
             ax.barh(i, default, color=color, alpha=0.35)
             ax.barh(i, best, color=color)
-            ax.text(max(default, best), i, f' {best:.2f}', va='center')
+            label = f' {best:.2f}' if best == default else f' {best:.2f}; default {default:.2f}'
+            ax.text(default, i, label, va='center')
+        ax.margins(x=0.3)
         ax.set(yticks=range(len(programs)), yticklabels=programs, title=text,
                xlabel='bits per byte of the validation text')
         ax.spines[['top', 'right']].set_visible(False)

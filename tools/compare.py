@@ -63,9 +63,9 @@ class CompareConfig(TrainConfig):
     nanochat: str = ''  # folder of nanochat
     minimind: str = ''  # folder of minimind
     litgpt: str = ''  # virtual environment with the packages litgpt and litdata
-    n_layer: int = 4  # size of the other programs' models, except nanoGPT's
-    n_head: int = 4
-    n_embd: int = 256
+    n_layer: int = 4  # of the other programs' models, except nanoGPT's
+    n_head: int = 4  # their attention heads
+    n_embd: int = 256  # their channels
     # prepare
     megabytes: int = 500  # size of the text
 

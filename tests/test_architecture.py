@@ -109,7 +109,7 @@ def test_importing_a_module_needs_only_the_core_packages():
 
 def test_pickle_is_imported_where_the_contract_allows_it():
     # for nanoGPT's meta.pkl, which a tool writes for nanoGPT, and for the error that torch raises
-    allowed = {'plaingpt.data.foreign_files', 'plaingpt.inference.pretrained', 'tools.compare',
+    allowed = {'plaingpt.data.foreign_files', 'plaingpt.inference.pretrained', 'tools.peers',
                'tools.races'}
     assert {module for module, path in FILES.items() if 'pickle' in imports(path)} <= allowed
 

@@ -135,6 +135,7 @@ bench --variants=LINE.py variants = {"none": {"conf": 0}} → none conf
 compare                                     → race own-text prepare
 compare race                                → --nanogpt=FOLDER
 compare own-text --nanogpt=x --minutes=1    → --minutes=5
+compare own-text x.txt --minutes=1 --peers=nanochat → peers=nanochat --nanochat=FOLDER
 compare race --nanogpt=x --batchsize=3      → batchsize
 """
 

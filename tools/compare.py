@@ -1,4 +1,4 @@
-"""Compare with nanoGPT, transformers and xz on the same machine, one program at a time.
+"""Compare with other programs on the same machine, one program at a time.
 
     python tools/compare.py race --nanogpt=FOLDER     train the CPU recipes, including startup
     python tools/compare.py race-gpu --nanogpt=FOLDER --save=FOLDER
@@ -9,8 +9,11 @@
                                                       --rounds seeds
     python tools/compare.py picture                   draw docs/loss-over-time.png from the
                                                       races in docs/results/
-    python tools/compare.py own-text notes.txt --nanogpt=FOLDER --minutes=5
-                                                      train on your own text, also against xz
+    python tools/compare.py own-text notes.txt --minutes=5 --nanogpt=FOLDER
+                                                      train on your own text: xz, transformers and
+                                                      the programs whose folder is given
+    python tools/compare.py own-text-picture          draw docs/own-text-peers.png from
+                                                      docs/results/
     python tools/compare.py prepare                   tokenize, against nanoGPT's recipe
     python tools/compare.py generation                sample, against transformers
 
@@ -18,10 +21,7 @@ race also takes settings of train.py, for plainGPT: --batch_size=16 --dtype=floa
 equality take settings that both programs have: --max_iters=300.
 """
 
-import lzma
-import math
 import os
-import pickle
 import sys
 import sysconfig
 import tempfile
@@ -36,22 +36,13 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from races import (
-    CPU_RECIPE,
-    equality,
-    picture,
-    race,
-    race_gpu,
-    run_and_watch,
-    score_whole_split,
-)
+from own_text import own_text, own_text_picture
+from races import equality, picture, race, race_gpu, run_and_watch
 
 from configurator import load_config
 from model import GPT, GPTConfig
-from plaingpt.core.dataset import open_dataset
 from plaingpt.core.settings import TrainConfig
 from plaingpt.data.tokenizers import ByteTokenizer
-from plaingpt.experiments.runs import train_once
 from plaingpt.inference.generation import CompiledStep, generate, prepare_for_generation
 from plaingpt.inference.hf_export import write_hf
 from plaingpt.system.devices import choose_device, synchronize
@@ -65,56 +56,18 @@ class CompareConfig(TrainConfig):
     # comparison
     nanogpt: str = ''  # folder of nanoGPT
     rounds: int = 3  # runs of each program
-    save: str = ''  # races: folder for race.csv
-    text: str = ''  # own-text: text file
-    megabytes: int = 500  # prepare: size of the text
-
-
-# -----------------------------------------------------------------------------
-# own-text
-
-
-def own_text(config, _):
-    """Bits per byte of the validation text, for the best checkpoint after config.minutes: nanoGPT's
-    CPU recipe on characters with as many iterations as fit, and config/own_text.py; and for xz -9e,
-    what the validation text adds to the compressed training text."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name, *options in (['plainGPT'], ['nanoGPT', '--tokenizer=char']):
-            run_and_watch(['prepare.py', 'text', Path(config.text).resolve(), *options,
-                           f'--data_dir={folder}/{name}'], ROOT)
-        data = open_dataset(f'{folder}/plainGPT')
-        train, val = (data.tokenizer().decode(stream.read(0, len(stream)).tolist()).encode()
-                      for stream in (data.split('train'), data.split('val')))
-        added = xz_size(train + val) - xz_size(train)
-        print(f'xz -9e: {8 * added / len(val):.4f} bits per byte', flush=True)
-        nanogpt_s = train_nanogpt(config, f'{folder}/nanoGPT', f'{folder}/out-nanogpt')
-        start_time = time.perf_counter()
-        train_once(['config/own_text.py', f'--dataset={folder}/plainGPT', '--device=cpu',
-                    f'--minutes={config.minutes}'], f'{folder}/out')
-        plaingpt_s = time.perf_counter() - start_time
-        for name, seconds, model in (
-                ('nanoGPT', nanogpt_s, f'--init_from={folder}/out-nanogpt/ckpt.pt'),
-                ('plainGPT', plaingpt_s, f'--out_dir={folder}/out')):
-            score = score_whole_split(model, f'{folder}/{name}.json', f'{folder}/{name}', 'best')
-            print(f'{name}: {score["bits_per_byte"]:.4f} bits per byte after {seconds:.0f} s')
-
-
-def xz_size(text):
-    return len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME))
-
-
-def train_nanogpt(config, dataset, out):
-    """Train nanoGPT's CPU recipe for config.minutes → seconds."""
-    with open(Path(dataset, 'meta.pkl'), 'wb') as f:
-        pickle.dump({'vocab_size': open_dataset(dataset).vocab_size}, f)
-
-    def train(iters):
-        return run_and_watch([*CPU_RECIPE, f'--dataset={dataset}', f'--out_dir={out}',
-                              f'--max_iters={iters}', f'--lr_decay_iters={iters}'], config.nanogpt)
-    curve = train(500).curve  # with an evaluation every 250 iterations
-    startup_s = curve[0][0]
-    iteration_s = (curve[2][0] - curve[0][0]) / 500
-    return train(math.floor((60 * config.minutes - startup_s) / iteration_s)).seconds
+    save: str = ''  # races: folder for race.csv; own-text: for own-text-peers.csv
+    # own-text
+    text: str = ''  # text file
+    peers: str = ''  # programs: xz,plainGPT,nanoGPT,transformers,…; empty: all available
+    nanochat: str = ''  # folder of nanochat
+    minimind: str = ''  # folder of minimind
+    litgpt: str = ''  # virtual environment with the packages litgpt and litdata
+    n_layer: int = 4  # of the other programs' models, except nanoGPT's
+    n_head: int = 4  # their attention heads
+    n_embd: int = 256  # their channels
+    # prepare
+    megabytes: int = 500  # size of the text
 
 
 # -----------------------------------------------------------------------------
@@ -262,7 +215,8 @@ def generation(config, _):
 
 
 COMPARISONS = {'race': race, 'race-gpu': race_gpu, 'equality': equality, 'picture': picture,
-               'own-text': own_text, 'prepare': prepare, 'generation': generation}
+               'own-text': own_text, 'own-text-picture': own_text_picture, 'prepare': prepare,
+               'generation': generation}
 
 
 def main(argv):
@@ -271,7 +225,7 @@ def main(argv):
     config = load_config(CompareConfig, options, __doc__, positional='text')
     if len(names) != 1:
         raise UserError(f'choose one comparison: {", ".join(COMPARISONS)}')
-    if names[0] in ('race', 'race-gpu', 'equality', 'own-text') and not config.nanogpt:
+    if names[0] in ('race', 'race-gpu', 'equality') and not config.nanogpt:
         raise UserError(f'{names[0]} needs the code of nanoGPT: add --nanogpt=FOLDER')
     if names[0] == 'own-text' and not (config.text and config.minutes):
         raise UserError('own-text needs a text and a time, such as: notes.txt --minutes=5')

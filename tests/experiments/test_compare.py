@@ -1,12 +1,21 @@
+import json
 import sys
+import time
+from types import SimpleNamespace
 
+import own_text
 import pytest
 import races
+from own_text import split_texts
+from peer_side import bits_per_byte
+from peers import Job, Peer
 from processes import ROOT, options, run
 from runs import TINY, lines
 
+import evaluate
 import prepare
 import train
+from plaingpt.inference.open_weights import ModelChoice, load
 
 
 def test_a_race_reads_what_both_programs_print(tmp_path):
@@ -17,6 +26,43 @@ print('iter 120 | loss 2.1489 | lr 1.27e-03 | grad 0.42 | 140 ms | 467k tok/s')"
     watched = races.run_and_watch(['train.py'], tmp_path)
     assert [point[1:] for point in watched.curve] == [(100, 3.7330), (100, 2.6323)]
     assert watched.step_ms == [131.0, 140.0]
+
+
+def test_the_models_of_other_programs_are_scored_as_evaluate_does(trained, text_file, tmp_path):
+    text = text_file.read_text(encoding='utf-8')[:1000]
+    (tmp_path / 'text.txt').write_text(text, encoding='utf-8')
+    evaluate.main([str(trained), '--tasks=text', f'--data={tmp_path}/text.txt', '--device=cpu',
+                   f'--output={tmp_path}/scores.json'])
+    scores = json.loads((tmp_path / 'scores.json').read_text())['results']['text']
+    model, tokenizer, _ = load(ModelChoice(out_dir=str(trained)))
+    ids = tokenizer.encode(text)
+    bits = bits_per_byte(lambda idx: model.eval()(idx, idx)[0], ids,
+                         len(tokenizer.decode(ids[1:]).encode()), model.config.block_size)
+    assert bits == pytest.approx(scores['bits_per_byte'], rel=1e-5)
+
+
+def test_a_peer_trains_in_the_given_time_with_the_best_of_three_learning_rates(
+        tmp_path, monkeypatch):
+    clock = [0.0]
+    factors = {}  # {folder of a model: factor of its learning rate}
+
+    def train_peer(job, out, steps, factor):
+        clock[0] += 2 + 0.5 * steps
+        factors[out] = factor
+
+    monkeypatch.setattr(time, 'perf_counter', lambda: clock[0])
+    peer = Peer('', 0.1, (1, 3, 10), (4, 8), lambda job: None, train_peer,
+                lambda job, out: abs(factors[out] - 3))
+    monkeypatch.setitem(own_text.PEERS, 'peer', peer)
+    rows = list(own_text.results('peer', Job(tmp_path, SimpleNamespace(minutes=1))))
+    same = {'steps': 116, 'seconds': 60}
+    assert rows == [('default', {'learning_rate': '0.1', 'bits_per_byte': 2, **same}),
+                    ('tuned', {'learning_rate': '0.3', 'bits_per_byte': 0, **same})]
+
+
+def test_the_validation_text_does_not_depend_on_the_tokenizer(text_file, char_data, tmp_path):
+    prepare.main(['text', str(text_file), '--tokenizer=bpe:300', f'--data_dir={tmp_path}/d'])
+    assert split_texts(tmp_path / 'd') == split_texts(char_data)
 
 
 def test_the_recipe_of_a_gpu_quickstart_trains_small_on_a_cpu(text_file, tmp_path):

@@ -1,10 +1,46 @@
-"""The step time with each classic optimization, added one after another.
+"""What each part of a recipe gives: a GPT-2 of the recipe's size, trained by AdamW in float32, then
+with each part added, one after another, until it is the recipe.
 
+    python bench.py config/quickstart.py --variants=ladder
     python bench.py config/gpt2_124m.py --variants=ladder --max_iters=50
+
+A part that the recipe does not have, or not on this device, is left out.
 """
 
-variants = {
-    'float32, eager': {'dtype': 'float32', 'compile': False},
-    '+ bfloat16': {'dtype': 'bfloat16', 'compile': False},
-    '+ torch.compile': {'dtype': 'bfloat16', 'compile': True},
+from dataclasses import asdict
+
+from plaingpt.core.settings import TrainConfig
+from plaingpt.system.devices import choose_compile, choose_device, choose_dtype
+
+# AdamW's learning rate × channels, where the recipe has another optimizer. GPT-3's is 6e-4 for 768
+# channels, and the best one is inversely proportional to the width (Yang et al. 2022, "muP").
+ADAMW_LR_TIMES_WIDTH = 6e-4 * 768
+PARTS = {
+    '+ bfloat16': ['dtype'],
+    '+ torch.compile': ['compile'],
+    '+ Muon': ['optimizer', 'learning_rate', 'momentum'],
+    '+ schedule, EMA': ['lr_schedule', 'min_lr', 'beta1', 'beta2', 'average_decay'],
+    '+ rotary, QK norm, ReLU²': ['rotary', 'qk_norm', 'mlp', 'zero_init'],
+    '+ untied head': ['tied_head', 'lr_scales'],
+    '+ value embeddings': ['value_embeddings'],
+    '+ convolution': ['conv'],
+    '+ n-grams': ['ngram_rows'],
 }
+
+
+def variants(config):
+    """Return {name: changed settings} for a TrainConfig. The first variant is the baseline."""
+    device, _ = choose_device(config.device)
+    recipe = asdict(config)
+    recipe['dtype'], _ = choose_dtype(config.dtype, device, config.n_embd, training=True)
+    recipe['compile'], _ = choose_compile(config.compile, device)
+    settings = {key: getattr(TrainConfig, key) for keys in PARTS.values() for key in keys}
+    settings |= {'dtype': 'float32', 'compile': False, 'learning_rate': config.learning_rate}
+    if config.optimizer != settings['optimizer']:
+        settings['learning_rate'] = ADAMW_LR_TIMES_WIDTH / config.n_embd
+    ladder = {'float32, eager': settings}
+    for name, keys in PARTS.items():
+        above = settings | {key: recipe[key] for key in keys}
+        if above != settings:
+            ladder[name] = settings = above
+    return ladder

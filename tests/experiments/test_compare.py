@@ -1,10 +1,14 @@
+import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import races
+import torch
 from processes import ROOT, options, run
 from runs import TINY, lines
 
+import evaluate
 import prepare
 import train
 
@@ -17,6 +21,31 @@ print('iter 120 | loss 2.1489 | lr 1.27e-03 | grad 0.42 | 140 ms | 467k tok/s')"
     watched = races.run_and_watch(['train.py'], tmp_path)
     assert [point[1:] for point in watched.curve] == [(100, 3.7330), (100, 2.6323)]
     assert watched.step_ms == [131.0, 140.0]
+
+
+def test_a_race_scores_a_checkpoint_as_evaluate_does(trained, char_data, tmp_path):
+    evaluate.main([f'--out_dir={trained}', '--checkpoint=6', f'--output={tmp_path}/scores.json'])
+    expected = json.loads((tmp_path / 'scores.json').read_text())['results']['val']['loss']
+    checkpoint = trained / 'checkpoints/iter-00000006'
+    assert races.score(checkpoint, str(char_data), torch.device('cpu')) == expected
+
+
+@pytest.mark.slow
+def test_a_race_keeps_the_checkpoint_of_each_evaluation(char_data, tmp_path):
+    (tmp_path / 'train.py').write_text("""import sys, torch
+for iteration in 0, 250, 500, 750:
+    print(f'step {iteration}: train loss 3.6025, val loss 3.7330')
+    if iteration:
+        out = sys.argv[-1].removeprefix('--out_dir=')
+        torch.save({'iter_num': iteration}, f'{out}/ckpt.pt')""")
+    config = SimpleNamespace(nanogpt=tmp_path)
+    _, checkpoints = races.train_nanogpt(config, [], tmp_path)
+    saved = {iteration: torch.load(path, weights_only=True)['iter_num']
+             for iteration, path in checkpoints.items()}
+    assert saved == {250: 250, 500: 500, 750: 750}
+    watched, checkpoints = races.train_plaingpt(
+        [*TINY, '--eval_interval=1', f'--dataset={char_data}'], tmp_path / 'out')
+    assert [*checkpoints] == [iteration for _, iteration, _ in watched.curve[1:]]
 
 
 def test_the_recipe_of_a_gpu_quickstart_trains_small_on_a_cpu(text_file, tmp_path):

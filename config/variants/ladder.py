@@ -18,9 +18,9 @@ ADAMW_LR_TIMES_WIDTH = 6e-4 * 768
 PARTS = {
     '+ bfloat16': ['dtype'],
     '+ torch.compile': ['compile'],
-    '+ Muon': ['optimizer', 'learning_rate', 'momentum'],
-    '+ schedule, EMA': ['lr_schedule', 'min_lr', 'beta1', 'beta2', 'average_decay'],
-    '+ rotary, QK norm, ReLU²': ['rotary', 'qk_norm', 'mlp', 'zero_init'],
+    '+ Muon': ['optimizer', 'learning_rate', 'momentum', 'beta1', 'beta2'],
+    '+ schedule, EMA': ['lr_schedule', 'min_lr', 'average_decay'],
+    '+ rotary, QK norm, activation': ['rotary', 'qk_norm', 'mlp', 'zero_init'],
     '+ untied head': ['tied_head', 'lr_scales'],
     '+ value embeddings': ['value_embeddings'],
     '+ convolution': ['conv'],
@@ -35,9 +35,10 @@ def variants(config):
     recipe['dtype'], _ = choose_dtype(config.dtype, device, config.n_embd, training=True)
     recipe['compile'], _ = choose_compile(config.compile, device)
     settings = {key: getattr(TrainConfig, key) for keys in PARTS.values() for key in keys}
-    settings |= {'dtype': 'float32', 'compile': False, 'learning_rate': config.learning_rate}
-    if config.optimizer != settings['optimizer']:
-        settings['learning_rate'] = ADAMW_LR_TIMES_WIDTH / config.n_embd
+    settings |= {'dtype': 'float32', 'compile': False,
+                 'learning_rate': ADAMW_LR_TIMES_WIDTH / config.n_embd}
+    if config.optimizer == 'adamw':
+        settings |= {key: recipe[key] for key in PARTS['+ Muon']}
     ladder = {'float32, eager': settings}
     for name, keys in PARTS.items():
         above = settings | {key: recipe[key] for key in keys}

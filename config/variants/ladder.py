@@ -12,9 +12,9 @@ from dataclasses import asdict
 from plaingpt.core.settings import TrainConfig
 from plaingpt.system.devices import choose_compile, choose_device, choose_dtype
 
-# AdamW's learning rate where the recipe has another optimizer: the best of 0.45, 0.9, 1.8 and 3.6e-3
-# for the quickstart's 128 channels in 230 steps, and inversely proportional to the width
-# (Yang et al. 2022, "muP").
+# Where the recipe has another optimizer, AdamW's learning rate is the best of 0.45, 0.9, 1.8 and
+# 3.6e-3 for the quickstart's 128 channels in 230 steps, divided by the width as by muP (Yang et al.
+# 2022, "Tensor Programs V").
 ADAMW_LR_TIMES_WIDTH = 1.8e-3 * 128
 PARTS = {
     '+ bfloat16': ['dtype'],

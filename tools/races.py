@@ -9,12 +9,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import NamedTuple
 
+import torch
+
+import evaluate
+from evaluate import WholeLoader
+from model import GPT
+from plaingpt.core.checkpoint import checkpoint_paths, iteration_of
 from plaingpt.core.dataset import dataset_folder, open_dataset
+from plaingpt.system.devices import choose_device
 from plaingpt.system.files import ROOT, write_atomically
 
 # nanoGPT's CPU recipe, from "I only have a macbook" in its README
@@ -60,29 +68,73 @@ def score_whole_split(model, output, dataset='shakespeare_char', checkpoint='lat
     return json.loads(Path(output).read_text())['results']['val']
 
 
+# Both programs, with the checkpoints of all evaluations kept. nanoGPT's fixed seed gets an offset.
+NANOGPT = """
+import runpy, sys, torch
+seed, manual_seed, save = int(sys.argv.pop(1)), torch.manual_seed, torch.save
+torch.manual_seed = lambda number: manual_seed(number + seed)
+torch.save = lambda checkpoint, path: save(
+    checkpoint, path.replace('ckpt.pt', f'{checkpoint["iter_num"]}.pt'))
+sys.path.insert(0, '')
+runpy.run_path('train.py', run_name='__main__')
+"""
+PLAINGPT = 'import sys, train; train.KEEP_NEWEST = 10**6; train.main(sys.argv[1:])'
+
+
+def train_nanogpt(config, options, out, seed=0):
+    """→ (Watched, {iteration: checkpoint})"""
+    watched = run_and_watch(['-c', NANOGPT, str(seed), *options, '--always_save_checkpoint=True',
+                             f'--out_dir={out}'], config.nanogpt)
+    return watched, {iteration: f'{out}/{iteration}.pt' for _, iteration, _ in watched.curve[1:]}
+
+
+def train_plaingpt(options, out):
+    """→ (Watched, {iteration: checkpoint})"""
+    watched = run_and_watch(['-c', PLAINGPT, *options, '--always_save_checkpoint=True',
+                             f'--out_dir={out}'], ROOT)
+    return watched, {iteration_of(path): path for path in checkpoint_paths(out)}
+
+
+def score(checkpoint, dataset, device, block_size=0):
+    """The loss of a checkpoint over the whole validation split, as evaluate.py computes it: windows
+    of the model's block_size tile the split. block_size: cut the model to this context first"""
+    model = GPT.from_pretrained(checkpoint).to(device)
+    model.crop_block_size(block_size or model.config.block_size)
+    stream = open_dataset(ROOT / dataset_folder(dataset)).split('val')
+    loader = WholeLoader(stream, model.config.block_size, 8, device=device)
+    return evaluate.score(model, str(checkpoint), loader, None, nullcontext())['loss']
+
+
+def score_curve(watched, checkpoints, dataset, device):
+    """→ Watched.curve with the scores of these checkpoints. The initial model has none."""
+    return [(seconds, iteration, score(checkpoints[iteration], dataset, device))
+            for seconds, iteration, _ in watched.curve if iteration in checkpoints]
+
+
 def race(config, options):
-    """When plainGPT reaches nanoGPT's final loss, and the final loss of both. nanoGPT's is that of
-    its best checkpoint over the whole validation split. Each evaluation of plainGPT reads the same
-    sequences: its losses are corrected by their difference from the whole split at the end."""
+    """When plainGPT reaches nanoGPT's lowest loss, and the final loss of both. After a program has
+    ended, the checkpoints of its evaluations are scored over the whole validation split."""
     settings = ['config/shakespeare_char_cpu_best.py', '--device=cpu', *options]
+    device = torch.device('cpu')
     subprocess.run([sys.executable, 'data/shakespeare_char/prepare.py'], cwd=config.nanogpt,
                    check=True, stdout=subprocess.DEVNULL)
     curves = {}
     for number in range(1, config.rounds + 1):
         with tempfile.TemporaryDirectory() as out:
-            nanogpt = run_and_watch([*CPU_RECIPE, f'--out_dir={out}'], config.nanogpt)
-            plaingpt = run_and_watch(['train.py', *settings, f'--out_dir={out}/plaingpt'], ROOT)
-            curves['nanoGPT', number] = nanogpt.curve
-            curves['plainGPT', number] = plaingpt.curve
-            goal = score_whole_split(f'--init_from={out}/ckpt.pt', f'{out}/nanogpt.json')['loss']
-            final = score_whole_split(f'--out_dir={out}/plaingpt', f'{out}/plaingpt.json')['loss']
-        correction = final - plaingpt.curve[-1][2]
-        reached_s = next((seconds for seconds, _, loss in plaingpt.curve
-                          if loss + correction <= goal), math.nan)
-        print(f'nanoGPT ends at {goal:.4f} after {nanogpt.seconds:.1f} s; plainGPT is below that '
-              f'after {reached_s:.1f} s, and ends at {final:.4f} after {plaingpt.seconds:.1f} s',
-              flush=True)
-    save_curves(config, curves)
+            nanogpt, nanogpt_checkpoints = train_nanogpt(config, CPU_RECIPE[1:], f'{out}/nanoGPT')
+            plaingpt, checkpoints = train_plaingpt(settings, f'{out}/plainGPT')
+            nanogpt_curve = score_curve(nanogpt, nanogpt_checkpoints, 'shakespeare_char', device)
+            curve = score_curve(plaingpt, checkpoints, 'shakespeare_char', device)
+            _, last, final = curve[-1]
+            cut = score(checkpoints[last], 'shakespeare_char', device, block_size=64)
+        curves['nanoGPT', number] = nanogpt_curve
+        curves['plainGPT', number] = curve
+        save_curves(config, curves)
+        goal = min(loss for _, _, loss in nanogpt_curve)
+        reached_s = next((seconds for seconds, _, loss in curve if loss <= goal), math.nan)
+        print(f'nanoGPT reaches {goal:.4f} and ends after {nanogpt.seconds:.1f} s; plainGPT is '
+              f'below that after {reached_s:.1f} s, and ends at {final:.4f} after '
+              f'{plaingpt.seconds:.1f} s ({cut:.4f} in windows of 64, as nanoGPT)', flush=True)
 
 
 def save_curves(config, curves):
@@ -91,7 +143,7 @@ def save_curves(config, curves):
         return
     lines = ['program,round,seconds,iteration,val_loss\n']
     for (program, number), points in curves.items():
-        lines += [f'{program},{number},{seconds:.2f},{iteration},{loss}\n'
+        lines += [f'{program},{number},{seconds:.2f},{iteration},{loss:.4f}\n'
                   for seconds, iteration, loss in points]
     write_atomically(Path(config.save, 'race.csv'), ''.join(lines))
 
@@ -104,19 +156,10 @@ GPU_SETTINGS = ['--max_iters=600', '--lr_decay_iters=600', '--eval_interval=100'
                 '--log_interval=20', '--batch_size=64']
 NANOGPT_GPU = ['config/train_gpt2.py', '--wandb_log=False', '--gradient_accumulation_steps=1',
                '--warmup_iters=60', '--learning_rate=6e-4', '--min_lr=6e-5']
-PLAIN = ['train.py', 'config/gpt2_124m.py', '--total_batch_size=0',
+PLAIN = ['config/gpt2_124m.py', '--total_batch_size=0',
          '--gradient_accumulation_steps=1', '--warmup_iters=60', '--report=False']
-FAST = ['train.py', 'config/quickstart_gpu.py', '--total_batch_size=0',
+FAST = ['config/quickstart_gpu.py', '--total_batch_size=0',
         '--gradient_accumulation_steps=1', '--report=False']
-# nanoGPT's train.py has a fixed seed; this adds an offset to it
-SEEDED = """
-import runpy, sys, torch
-seed, manual_seed = int(sys.argv.pop(1)), torch.manual_seed
-torch.manual_seed = lambda number: manual_seed(number + seed)
-sys.path.insert(0, '')
-runpy.run_path('train.py', run_name='__main__')
-"""
-
 
 def share_with_nanogpt(folder, name):
     """Make a dataset for nanoGPT with links to the token files of ours. folder: a new one"""
@@ -131,54 +174,48 @@ def share_with_nanogpt(folder, name):
 
 
 def gpu_programs(config, options, out):
-    """{name: (function of a seed that trains → Watched, argument of evaluate.py for the model)}
-    out: a folder for all"""
+    """{name: function of a seed that trains → (Watched, {iteration: checkpoint})}. out: a folder
+    for all"""
     share_with_nanogpt(out / 'data', config.dataset)
 
-    def train_nanogpt(seed):
-        return run_and_watch(
-            ['-c', SEEDED, str(seed), *NANOGPT_GPU, *GPU_SETTINGS, f'--dataset={out}/data',
-             f'--out_dir={out}/nanoGPT', *options], config.nanogpt)
+    def nanogpt(seed):
+        return train_nanogpt(config, [*NANOGPT_GPU, *GPU_SETTINGS, f'--dataset={out}/data',
+                                      *options], out / 'nanoGPT', seed)
 
-    def train_plaingpt(command, folder, seed):
-        return run_and_watch(
-            [*command, *GPU_SETTINGS, f'--dataset={config.dataset}', f'--seed={1337 + seed}',
-             f'--out_dir={folder}', *options], ROOT)
+    def plaingpt(recipe, name, seed):
+        return train_plaingpt([*recipe, *GPU_SETTINGS, f'--dataset={config.dataset}',
+                               f'--seed={1337 + seed}', *options], out / name)
 
-    programs = {'nanoGPT': (train_nanogpt, f'--init_from={out}/nanoGPT/ckpt.pt')}
-    for name, command in ('gpt2_124m', PLAIN), ('quickstart_gpu', FAST):
-        train = partial(train_plaingpt, command, out / name)
-        programs[name] = train, f'--out_dir={out / name}'
-    return programs
+    return {'nanoGPT': nanogpt, 'gpt2_124m': partial(plaingpt, PLAIN, 'gpt2_124m'),
+            'quickstart_gpu': partial(plaingpt, FAST, 'quickstart_gpu')}
 
 
 def race_gpu(config, options):
     """Run whole programs of 600 steps one after the other: their time, the time per step, and the
     loss over the whole validation split."""
+    device, _ = choose_device(config.device)
     with tempfile.TemporaryDirectory() as out:
         curves = {}
-        for name, (train, model) in gpu_programs(config, options, Path(out)).items():
-            watched = train(0)
-            curves[name, 1] = watched.curve
-            score = score_whole_split(model, f'{out}/{name}.json', config.dataset)
-            print(f'{name}: loss {score["loss"]:.4f} ± {score["loss_stderr"]:.4f} after '
+        for name, train in gpu_programs(config, options, Path(out)).items():
+            watched, checkpoints = train(0)
+            curves[name, 1] = score_curve(watched, checkpoints, config.dataset, device)
+            save_curves(config, curves)
+            print(f'{name}: loss {curves[name, 1][-1][2]:.4f} after '
                   f'{watched.seconds:.1f} s; {median(watched.step_ms):.1f} ms per step; first '
                   f'evaluation after {watched.curve[0][0]:.1f} s', flush=True)
-    save_curves(config, curves)
 
 
 def equality(config, options):
     """The mean difference between the losses of the plain recipe and of nanoGPT."""
+    device, _ = choose_device(config.device)
     differences = []
     for seed in range(config.rounds):
         with tempfile.TemporaryDirectory() as out:
             programs = gpu_programs(config, options, Path(out))
             losses = {}
             for name in ('nanoGPT', 'gpt2_124m'):
-                train, model = programs[name]
-                train(seed)
-                score = score_whole_split(model, f'{out}/{name}.json', config.dataset)
-                losses[name] = score['loss']
+                _, checkpoints = programs[name](seed)
+                losses[name] = score(checkpoints[max(checkpoints)], config.dataset, device)
         differences.append(losses['gpt2_124m'] - losses['nanoGPT'])
         print(f'seed {seed}: ' + ', '.join(f'{name} {loss:.4f}' for name, loss in losses.items()),
               flush=True)
@@ -193,11 +230,14 @@ def equality(config, options):
 
 COLORS = {'nanoGPT': '#e69f00', 'gpt2_124m': '#009e73'}
 OTHER_COLOR = '#0072b2'
-PANELS = (  # file in docs/results/, title, highest loss shown, x axis, y axis
+PANELS = (  # file in docs/results/, title, highest loss shown, x axis, y axis, {program: its label}
     ('race-cpu', 'tiny Shakespeare, two CPU cores', 4.5, 'seconds since the start of the program',
-     'validation loss (nats per character)'),
-    ('race-h100', 'GPT-2 124M on Python source, one H100', 5.0, 'seconds of training steps',
-     'validation loss (nats per token)'))
+     'validation loss (nats per character)',
+     {'nanoGPT': 'nanoGPT\ncontext 64\nAdamW', 'plainGPT': 'plainGPT\ncontext 256\nNorMuon'}),
+    ('race-h100', 'Python source, one H100, 26 November', 5.0, 'seconds of training steps',
+     'validation loss (nats per token)\nas each program estimates it',
+     {'nanoGPT': 'nanoGPT', 'gpt2_124m': 'gpt2_124m',
+      'gpt2_124m_fast': 'gpt2_124m_fast\n162M, NorMuon'}))
 
 
 def picture(config, _):
@@ -206,7 +246,7 @@ def picture(config, _):
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.6))
-    for ax, (name, title, limit, x_axis, y_axis) in zip(axes, PANELS, strict=True):
+    for ax, (name, title, limit, x_axis, y_axis, labels) in zip(axes, PANELS, strict=True):
         curves = {}
         with open(ROOT / f'docs/results/{name}.csv', newline='') as file:
             for row in csv.DictReader(file):
@@ -218,8 +258,8 @@ def picture(config, _):
             ax.plot(seconds, losses, '.-', color=color)
             if number == '1':
                 offset = -14 if program == 'gpt2_124m' else 3  # its curve is close to nanoGPT's
-                ax.annotate(program, (seconds[-1], losses[-1]), xytext=(4, offset), color=color,
-                            textcoords='offset points', annotation_clip=False)
+                ax.annotate(labels.get(program, program), (seconds[-1], losses[-1]), color=color,
+                            xytext=(4, offset), textcoords='offset points', annotation_clip=False)
         ax.set(title=title, xlabel=x_axis, ylabel=y_axis, ylim=(1, limit))
         ax.spines[['top', 'right']].set_visible(False)
         ax.grid(axis='y', alpha=0.3)

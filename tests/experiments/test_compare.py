@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import own_text
 import pytest
 import races
+import torch
 from own_text import split_texts
 from peer_side import bits_per_byte
 from peers import Job, Peer
@@ -63,6 +64,31 @@ def test_a_peer_trains_in_the_given_time_with_the_best_of_three_learning_rates(
 def test_the_validation_text_does_not_depend_on_the_tokenizer(text_file, char_data, tmp_path):
     prepare.main(['text', str(text_file), '--tokenizer=bpe:300', f'--data_dir={tmp_path}/d'])
     assert split_texts(tmp_path / 'd') == split_texts(char_data)
+
+
+def test_a_race_scores_a_checkpoint_as_evaluate_does(trained, char_data, tmp_path):
+    evaluate.main([f'--out_dir={trained}', '--checkpoint=6', f'--output={tmp_path}/scores.json'])
+    expected = json.loads((tmp_path / 'scores.json').read_text())['results']['val']['loss']
+    checkpoint = trained / 'checkpoints/iter-00000006'
+    assert races.score(checkpoint, str(char_data), torch.device('cpu')) == expected
+
+
+@pytest.mark.slow
+def test_a_race_keeps_the_checkpoint_of_each_evaluation(char_data, tmp_path):
+    (tmp_path / 'train.py').write_text("""import sys, torch
+for iteration in 0, 250, 500, 750:
+    print(f'step {iteration}: train loss 3.6025, val loss 3.7330')
+    if iteration:
+        out = sys.argv[-1].removeprefix('--out_dir=')
+        torch.save({'iter_num': iteration}, f'{out}/ckpt.pt')""")
+    config = SimpleNamespace(nanogpt=tmp_path)
+    _, checkpoints = races.train_nanogpt(config, [], tmp_path)
+    saved = {iteration: torch.load(path, weights_only=True)['iter_num']
+             for iteration, path in checkpoints.items()}
+    assert saved == {250: 250, 500: 500, 750: 750}
+    watched, checkpoints = races.train_plaingpt(
+        [*TINY, '--eval_interval=1', f'--dataset={char_data}'], tmp_path / 'out')
+    assert [*checkpoints] == [iteration for _, iteration, _ in watched.curve[1:]]
 
 
 def test_the_recipe_of_a_gpu_quickstart_trains_small_on_a_cpu(text_file, tmp_path):

@@ -8,10 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from processes import ROOT
 from runs import TINY, lines
 
 import bench
 from configurator import load_config
+from model import GPTConfig
 from plaingpt.core.settings import TrainConfig
 from plaingpt.experiments import runs
 from plaingpt.experiments.comparison import compare, format_comparison
@@ -24,6 +26,7 @@ from plaingpt.experiments.runs import (
     train_or_reuse,
 )
 from plaingpt.monitoring.references import p_value, t_quantile
+from plaingpt.system import devices
 from plaingpt.system.errors import UserError
 
 # -----------------------------------------------------------------------------
@@ -43,10 +46,24 @@ def test_the_grid_is_24_different_runs():
     assert grid['reduced batch'].step_tokens() == grid['default'].step_tokens() / 4
 
 
-def test_the_ladder_adds_one_change_at_a_time():
-    ladder = list(read_variants('ladder', TrainConfig()).values())
+def test_the_ladder_ends_at_the_recipe(monkeypatch):
+    monkeypatch.setattr(devices, 'compile_problem', lambda device: None)
+    recipe = read([f'{ROOT}/config/quickstart.py', '--dtype=bfloat16', '--compile=True'])
+    ladder = list(read_variants('ladder', recipe).values())
+    assert len(ladder) == 10
     for below, above in pairwise(ladder):
-        assert sum(below[key] != above[key] for key in above) == 1
+        assert above != below
+    assert all(getattr(recipe, key) == value for key, value in ladder[-1].items())
+    words = [f'--{key}={value}' for key, value in ladder[0].items()]
+    assert read([f'{ROOT}/config/quickstart.py', *words]).gpt_config(2048) == GPTConfig(
+        vocab_size=2048, n_layer=4, n_head=2, n_embd=128, block_size=256, bias=False)
+
+
+def test_the_ladder_of_a_gpt2_recipe_is_of_speed(monkeypatch):
+    monkeypatch.setattr(devices, 'compile_problem', lambda device: None)
+    recipe = read([f'{ROOT}/config/gpt2_124m.py', '--dtype=bfloat16', '--compile=True'])
+    assert [*read_variants('ladder', recipe)] == [
+        'float32, eager', '+ bfloat16', '+ torch.compile']
 
 
 def test_the_ablation_undoes_one_change_at_a_time():

@@ -40,7 +40,7 @@ elif init_from not in ('scratch', 'auto'):  # more text for a trained model
     # Four epochs of the new text, which is the first corpus of a mixture. At these learning rates,
     # the loss on the old text rises by less than 0.1: see docs/training.md
     _corpora = _data.components if _data else []
-    learning_rate = 1e-3 if len(_corpora) > 1 else 6e-5
+    learning_rate = 6e-4 if len(_corpora) > 1 else 3e-5
     weight_decay = 0.1
     _epoch = len(_corpora[0].dataset.split('train')) / _corpora[0].weight if _data else 1e6
     _parameters = 12 * n_layer * n_embd ** 2 + _vocab * n_embd

@@ -253,4 +253,4 @@ def test_other_weights_are_tuned_on_own_text_at_a_small_rate_and_keep_their_arch
         'config/own_text.py', f'--init_from={trained}', f'--dataset={char_data}',
         '--out_dir=out-more'], read_saved=StartingPoint().read)
     assert (config.n_layer, config.n_embd) == (2, 32)
-    assert (config.learning_rate, config.weight_decay) == (6e-5, 0.1)
+    assert (config.learning_rate, config.weight_decay) == (3e-5, 0.1)

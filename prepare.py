@@ -191,14 +191,28 @@ def print_next_command(name, corpus, folder, tokenizer):
     if not is_tokenizer_name(tokenizer) and not is_dataset(tokenizer):  # fine-tune its model
         if name != 'chat':
             kind = open_dataset(folder).tokenizer_json()['kind']
-            is_pretrained = kind in ('gpt2', 'foreign')  # so a small learning rate
-            recipe = CORPORA['shakespeare' if is_pretrained else 'text'].recipe
+            is_pretrained = kind in ('gpt2', 'foreign')
+            recipe = CORPORA['shakespeare'].recipe  # with a small learning rate
+            if not is_pretrained:
+                recipe = 'config/own_text.py'
+                dataset = with_old_text(dataset, tokenizer)
         recipe += f' --init_from={quoted(tokenizer)}'
     elif name == 'chat' and tokenizer not in ('auto', 'gpt2'):
         recipe = CORPORA['text'].recipe  # from scratch: which run has this tokenizer is not known
         print(f'to fine-tune a run with this tokenizer: {command_for("train")} '
               f'{corpus.recipe} --init_from=OUT_DIR --dataset={quoted(dataset)}')
     print(f'next: {command_for("train")} {recipe} --dataset={quoted(dataset)}')
+
+
+def with_old_text(dataset, source):
+    """The new dataset, mixed with the one that the run `source` was trained on, if that is here:
+    without the old text, the model forgets it."""
+    from plaingpt.inference.open_weights import open_weights  # imports torch
+    state = open_weights(source).state
+    old = state['config']['dataset'] if state else ''
+    is_here = old != dataset and is_dataset(old) \
+        and open_dataset(dataset_folder(old)).identity('train') == state['data']
+    return f'{dataset}:0.333,{old}:0.667' if is_here else dataset
 
 
 def check_options(config, name, corpus):

@@ -18,7 +18,7 @@ from processes import ROOT, exit_code, fails, fork
 
 import prepare
 from configurator import load_config
-from plaingpt.core.dataset import dataset_folder, open_dataset
+from plaingpt.core.dataset import Dataset, dataset_folder, open_dataset, parse_dataset_spec
 from plaingpt.core.settings import TrainConfig
 from plaingpt.core.start import StartingPoint
 from plaingpt.data.corpora import CORPORA, Corpus, find_packages, find_standard_library
@@ -179,12 +179,24 @@ def test_memory_does_not_grow_with_the_corpus(tokenizer, tmp_path):
 
 
 def test_the_next_command_fine_tunes_the_model_whose_tokenizer_was_named(
-        trained, text_file, capsys):
+        trained, char_data, text_file, tmp_path, capsys):
     prepare.main(['text', str(text_file), f'--tokenizer={trained}', '--data_dir=more'])
     following = re.search(r'^next: .*train.py (.*)', capsys.readouterr().out, re.M)[1].split()
     assert f'--init_from={trained}' in following
     config = load_config(TrainConfig, following, read_saved=StartingPoint().read)
     assert config.block_size == 16  # the model's
+    # mixed with the text that the model was trained on, at a rate at which it keeps that
+    assert parse_dataset_spec(config.dataset) == {'./more': 0.333, str(char_data): 0.667}
+    assert config.learning_rate == 6e-4
+    tokens = len(open_dataset('more').split('train'))
+    assert config.max_iters == round(4 * tokens / 0.333 / (8 * 16))
+
+
+def test_a_text_is_mixed_only_with_the_text_that_the_model_was_trained_on(
+        trained, char_data, text_file, monkeypatch):
+    assert prepare.with_old_text(str(char_data), str(trained)) == str(char_data)  # it is that text
+    monkeypatch.setattr(Dataset, 'identity', lambda self, split: 'changed since')
+    assert prepare.with_old_text('more', str(trained)) == 'more'
 
 
 @pytest.mark.parametrize(('has_gpu', 'recipe'), [

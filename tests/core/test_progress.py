@@ -244,3 +244,13 @@ def test_a_resumed_run_on_own_text_keeps_its_size(init_from, trained):
         '--dataset=not_prepared', '--lr_decay_iters=auto'], read_saved=StartingPoint().read)
     for key, value in dict(n_layer=2, n_head=2, n_embd=32, max_iters=6).items():
         assert getattr(config, key) == value
+
+
+def test_other_weights_are_tuned_on_own_text_at_a_small_rate_and_keep_their_architecture(
+        trained, char_data, monkeypatch):
+    monkeypatch.setattr(core_speed, 'core_speed', lambda dtype: 2.5e11)
+    config = load_config(TrainConfig, [
+        'config/own_text.py', f'--init_from={trained}', f'--dataset={char_data}',
+        '--out_dir=out-more'], read_saved=StartingPoint().read)
+    assert (config.n_layer, config.n_embd) == (2, 32)
+    assert (config.learning_rate, config.weight_decay) == (3e-5, 0.1)

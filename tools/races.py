@@ -161,6 +161,7 @@ PLAIN = ['config/gpt2_124m.py', '--total_batch_size=0',
 FAST = ['config/quickstart_gpu.py', '--total_batch_size=0',
         '--gradient_accumulation_steps=1', '--report=False']
 
+
 def share_with_nanogpt(folder, name):
     """Make a dataset for nanoGPT with links to the token files of ours. folder: a new one"""
     if name == 'pypackages':

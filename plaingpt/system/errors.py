@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from tqdm import tqdm
 
 from plaingpt.system.formatting import one_line
-from plaingpt.system.machine import cores_shared, limit_threads
+from plaingpt.system.machine import cores_shared, limit_threads, use_huge_pages
 
 
 class UserError(Exception):
@@ -75,6 +75,7 @@ def run_script(main):
             signal.signal(signal.SIGINT, interrupt)
         use_utf8()
         limit_threads()
+        use_huge_pages()
         with cores_shared():
             main(sys.argv[1:])
         sys.stdout.flush()

@@ -13,7 +13,7 @@ from plaingpt.system.devices import DTYPES, autocast, cpu_has_bfloat16
 
 GPT_CONFIG = GPTConfig(n_layer=1, n_head=4, n_embd=256, block_size=64, vocab_size=1)
 PASS_FLOPS = 4e9  # of a forward and backward pass: 30 to 60 ms of a core
-MATMUL_SIZE = 1024  # rows and columns of the matrices that matmul_speed() multiplies
+MATMUL_SIZE = 2048  # rows and columns of the matrices that matmul_speed() multiplies
 MEASURE_S = 0.3  # seconds to measure for
 
 

@@ -59,8 +59,8 @@ class CausalAttention(torch.autograd.Function):
         grad = grad.flatten(0, 1)  # (B·H, T, D)
         grad_probs = torch.bmm(grad, v.mT)
         grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
-        grad_scores *= 1 / math.sqrt(q.size(2))
-        grad_q = torch.bmm(grad_scores, k)
-        grad_k = torch.bmm(grad_scores.mT, q)
+        scale = 1 / math.sqrt(q.size(2))
+        grad_q = torch.baddbmm(q, grad_scores, k, beta=0, alpha=scale)  # beta=0: without adding q
+        grad_k = torch.baddbmm(k, grad_scores.mT, q, beta=0, alpha=scale)
         grad_v = torch.bmm(probs.mT, grad)
         return grad_q.view(ctx.shape), grad_k.view(ctx.shape), grad_v.view(ctx.shape)

@@ -131,13 +131,13 @@ def newton_schulz_dtype(device):
 
 def normalize_rows(updates, row_squares, weight):
     """Divide each row of the updates (…, R, C) by its RMS, then rescale each matrix to the norm of
-    an orthogonal matrix (Li et al. 2025, "NorMuon").
+    an orthogonal matrix (Li et al. 2025, "NorMuon"), in place.
 
-    row_squares (…, R, 1): an EMA of each row's mean square, updated in place with this weight"""
+    row_squares (…, R, 1): an EMA of each row's mean square, updated with this weight"""
     row_squares.lerp_(updates.square().mean(-1, keepdim=True), weight)
-    updates = updates / (row_squares.sqrt() + 1e-8)
+    updates /= row_squares.sqrt() + 1e-8
     norms = updates.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-8)
-    return updates * (math.sqrt(min(updates.shape[-2:])) / norms)
+    updates *= math.sqrt(min(updates.shape[-2:])) / norms
 
 
 @without_dynamo
@@ -212,8 +212,9 @@ class MuonAdamW(torch.optim.Optimizer):
         """Normalize the rows of the updates, split by split_matrices(), and update their EMAs."""
         states = local_shards(self.state[p]['exp_avg_sq_rows'] for p in params)
         row_squares = reshard(torch.stack(states), params, 1, 0)  # (n, R, 1)
-        for i, squares in enumerate(split_matrices(row_squares, matrix_rows)):
-            updates[i] = normalize_rows(updates[i], squares, (1 - self.beta2) * applied)
+        for matrices, squares in zip(updates, split_matrices(row_squares, matrix_rows),
+                                     strict=True):
+            normalize_rows(matrices, squares, (1 - self.beta2) * applied)
         torch._foreach_copy_(states, list(reshard(row_squares, params, 0, 1)))
 
     def step_adamw(self, params, lr, weight_decay, **_):

@@ -3,10 +3,11 @@
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from processes import exit_code, fork
+from processes import ROOT, exit_code, fork, run
 from runs import TINY
 
 import prepare
@@ -80,3 +81,28 @@ def test_commands_work_without_what_windows_lacks(text_file, tmp_path):
             (sample.main, [out, '--num_samples=1', '--max_new_tokens=5', '--device=cpu'])):
         code = exit_code(fork(main, *argv, log=tmp_path / 'log', before=take_away))
         assert code == 0, (tmp_path / 'log').read_text()
+
+
+HUGE_PAGES = Path('/sys/kernel/mm/transparent_hugepage/enabled')
+PAGES_OF_A_TENSOR = """
+import resource
+import torch
+import train
+from plaingpt.system.errors import run_script
+
+def main(argv):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.zeros(2**24)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+run_script(main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HUGE_PAGES.exists() or '[never]' in HUGE_PAGES.read_text(),
+                    reason='the kernel has no huge pages for tensors')
+def test_the_tensors_of_a_script_are_on_huge_pages(monkeypatch):
+    monkeypatch.delenv('THP_MEM_ALLOC_ENABLE', raising=False)
+    page_faults = run(sys.executable, '-c', PAGES_OF_A_TENSOR, cwd=ROOT)
+    assert int(page_faults) < 2**26 / 4096 / 4

@@ -66,7 +66,7 @@ class GPTConfig:
     value_embeddings: bool = False  # add a token embedding to each layer's values (Zhou 2024)
     tied_head: bool = True  # tie lm_head to the token embedding (Press and Wolf 2017)
     n_kv_head: int = 0  # key/value heads (grouped-query attention); 0: n_head
-    zero_init: bool = False  # zero-init output projections: each residual branch starts as a no-op
+    zero_init: Literal['head'] | bool = False  # zero-init output projections; head: only lm_head
     document_attention: bool = False  # no attention across documents; positions restart in each
     # not listed in --help: set by a pretrained model or by the dataset
     head_dim: int = 0  # channels per head; 0: n_embd / n_head
@@ -357,11 +357,17 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self):
         """Initialize matrices from N(0, 0.02²), as in nanoGPT, norms to 1 and biases to 0. Modules
-        called conv, value_embedding or ngram start at zero, and c_proj with a smaller std.
+        called conv, value_embedding or ngram start at zero, and c_proj with another std.
         Parameters of any other module keep the values that they were created with."""
         zeros = {'conv', 'value_embedding', 'ngram'}  # added to other terms: no-ops at first
+        # the variances of 2L branches add up in the residual stream (GPT-2, §2.3)
+        c_proj_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         if self.config.zero_init:
-            zeros |= {'c_proj', 'lm_head'}
+            zeros.add('lm_head')
+        if self.config.zero_init is True:  # each residual branch starts as a no-op
+            zeros.add('c_proj')
+        elif self.config.zero_init == 'head':
+            c_proj_std = 1 / math.sqrt(self.config.n_embd)  # branches as large as the stream
         for path, module in self.named_modules():
             name = path.rpartition('.')[2]  # 'transformer.h.0.mlp.c_proj' → 'c_proj'
             if isinstance(module, nn.LayerNorm | nn.RMSNorm):
@@ -369,13 +375,10 @@ class GPT(nn.Module):
             elif isinstance(module, nn.Linear | nn.Embedding | ShortConv | NgramEmbedding):
                 if name == 'lm_head' and self.config.tied_head:
                     continue  # it has been initialized as wte
-                std = 0.02
-                if name == 'c_proj':  # the variances of 2L branches add up (GPT-2, §2.3)
-                    std = 0.02 / math.sqrt(2 * self.config.n_layer)
                 if name in zeros:
                     nn.init.zeros_(module.weight)
                 else:
-                    nn.init.normal_(module.weight, std=std)
+                    nn.init.normal_(module.weight, std=c_proj_std if name == 'c_proj' else 0.02)
                 if getattr(module, 'bias', None) is not None:
                     nn.init.zeros_(module.bias)
                 if f'{name}.weight' in VOCAB_WEIGHTS:

@@ -209,10 +209,14 @@ def test_each_flag_trains_as_in_plain_float32():
         assert relative(chunked, exact) < 1e-5, flags
 
 
-def test_zero_init_begins_with_all_tokens_equally_likely():
-    model = GPT(replace(SMALL, zero_init=True, tied_head=False))
+@pytest.mark.parametrize(('zero_init', 'std'), [(True, 0), ('head', SMALL.n_embd**-0.5)])
+def test_zero_init_begins_with_all_tokens_equally_likely(zero_init, std):
+    model = GPT(replace(SMALL, zero_init=zero_init, tied_head=False))
     idx = torch.randint(0, 65, (2, 16))
     assert model(idx, idx)[1].item() == pytest.approx(math.log(65), abs=1e-5)
+    for block in model.transformer.h:
+        assert block.attn.c_proj.weight.std().item() == pytest.approx(std, rel=0.1)
+        assert block.mlp.c_proj.weight.std().item() == pytest.approx(std, rel=0.1)
 
 
 def test_a_short_convolution_is_torchs_depthwise_one():

@@ -12,6 +12,7 @@ import train
 from configurator import load_config
 from plaingpt.core import checkpoint as checkpoints
 from plaingpt.core.checkpoint import Saver
+from plaingpt.core.dataset import open_dataset
 from plaingpt.core.progress import MinuteClock, make_clock
 from plaingpt.core.schedules import get_lr
 from plaingpt.core.settings import TrainConfig
@@ -230,11 +231,27 @@ def test_a_recipe_for_own_text_is_larger_with_more_time_or_text(char_data, monke
         == [(4, 128, 106), (4, 192, 2484), (6, 448, 3906)]
 
 
-def test_weights_decay_twice_as_fast_in_a_large_model_for_own_text(monkeypatch):
+def test_weights_for_own_text_decay_within_an_epoch_or_half_of_one_in_a_large_model(
+        char_data, monkeypatch):
     monkeypatch.setattr(core_speed, 'core_speed', lambda dtype: 2.5e11)
-    small, large = (load_config(TrainConfig, ['config/own_text.py', '--dataset=not_prepared',
-                                              f'--minutes={minutes}']) for minutes in (0.1, 60))
-    assert large.weight_decay == 2 * small.weight_decay
+
+    def decays_per_epoch(dataset, minutes, epoch_tokens):
+        config = load_config(TrainConfig, [
+            'config/own_text.py', f'--dataset={dataset}', f'--minutes={minutes}'])
+        steps = epoch_tokens / config.step_tokens()
+        return config.weight_decay * config.learning_rate * steps
+
+    assert decays_per_epoch('not_prepared', 0.1, 10**6) == pytest.approx(1)
+    tokens = len(open_dataset(char_data).split('train'))
+    assert decays_per_epoch(char_data, 60, tokens) == pytest.approx(2)
+
+
+def test_branches_start_large_for_own_text_that_is_read_many_times(char_data, monkeypatch):
+    monkeypatch.setattr(core_speed, 'core_speed', lambda dtype: 2.5e11)
+    for dataset, expected in (char_data, 'head'), ('not_prepared', True):
+        config = load_config(TrainConfig, [
+            'config/own_text.py', f'--dataset={dataset}', '--minutes=1'])
+        assert config.zero_init == expected
 
 
 @pytest.mark.parametrize('init_from', ['resume', 'auto'])

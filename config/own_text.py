@@ -70,14 +70,11 @@ else:
     max_iters = round(min(_trained, _flops / (6 * _parameters)) / _step)  # --minutes overrides it
 
     # Over many epochs a model memorizes the text, unless the weights decay. With this decay, they
-    # are an average of the updates of about the last epoch (Wang and Aitchison 2024). From 12 to 24
-    # parameters per token, it grows to twice that, because larger models memorize sooner.
+    # are an average of the updates of about the last epoch (Wang and Aitchison 2024). Large random
+    # branches at the start delay memorizing, too; below a few epochs they only delay learning.
+    # Both are measured in docs/results/techniques.md
     learning_rate = 6e-3  # the same for every width, because Muon's updates are
-    _parameters_per_token = (12 * n_layer * n_embd ** 2 + 2 * _vocab * n_embd) / _epoch
-    _decay_scale = min(2.0, max(1.0, _parameters_per_token / 12))
-    weight_decay = min(12.0, max(0.1, _decay_scale * _step / _epoch / max(learning_rate, 1e-9)))
-    # Starting from large random branches delays memorizing, too; below a few epochs it only delays
-    # learning: see docs/results/techniques.md
+    weight_decay = min(12.0, max(0.1, _step / _epoch / max(learning_rate, 1e-9)))
     zero_init = 'head' if max_iters * _step > 5 * _epoch else True
 
 # everything else as in config/shakespeare_char_cpu_fast.py

@@ -21,7 +21,15 @@ from pathlib import Path
 from typing import Literal
 
 from configurator import load_config
-from plaingpt.core.dataset import dataset_folder, holds_tokens, not_prepared, open_dataset
+from plaingpt.core.dataset import (
+    dataset_folder,
+    has_token_files,
+    holds_tokens,
+    not_prepared,
+    open_dataset,
+    open_dataset_spec,
+    parse_dataset_spec,
+)
 from plaingpt.core.token_files import parse_dtype
 from plaingpt.data import pretokenized, tokenizers
 from plaingpt.data.chat_tokenizer import ChatTokenizer, plain_template
@@ -205,14 +213,21 @@ def print_next_command(name, corpus, folder, tokenizer):
 
 
 def with_old_text(dataset, source):
-    """The new dataset, mixed with the one that the run `source` was trained on, if that is here:
+    """The new dataset, mixed with the text that the run `source` was trained on, if that is here:
     without the old text, the model forgets it."""
     from plaingpt.inference.open_weights import open_weights  # imports torch
     state = open_weights(source).state
-    old = state['config']['dataset'] if state else ''
-    is_here = old != dataset and is_dataset(old) \
-        and open_dataset(dataset_folder(old)).identity('train') == state['data']
-    return f'{dataset}:0.333,{old}:0.667' if is_here else dataset
+    old = state['config']['dataset'] if state else dataset
+    if old == dataset or not has_token_files(old):
+        return dataset
+    corpora = open_dataset_spec(old)
+    if corpora.identity('train') != state['data'] or corpora.has_mask():
+        return dataset
+    shares = parse_dataset_spec(old)
+    if dataset in shares:  # the run was trained on it, too
+        return old
+    shares = {dataset: 1 / 3, **{name: share * 2 / 3 for name, share in shares.items()}}
+    return ','.join(f'{name}:{share:.4f}' for name, share in shares.items())
 
 
 def check_options(config, name, corpus):

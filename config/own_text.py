@@ -3,7 +3,7 @@
 #   python train.py config/own_text.py --dataset=notes --minutes=10
 # More text for it, mixed with the old text so that the model does not forget that:
 #   python prepare.py text more.txt --tokenizer=out-own-text --data_dir=data/more
-#   python train.py config/own_text.py --init_from=out-own-text --dataset=more:0.333,notes:0.667
+#   python train.py config/own_text.py --init_from=out-own-text --dataset=more:0.3333,notes:0.6667
 
 import math
 

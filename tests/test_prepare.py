@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,10 +19,17 @@ from processes import ROOT, exit_code, fails, fork
 
 import prepare
 from configurator import load_config
-from plaingpt.core.dataset import Dataset, dataset_folder, open_dataset, parse_dataset_spec
+from plaingpt.core.dataset import (
+    Dataset,
+    dataset_folder,
+    open_dataset,
+    open_dataset_spec,
+    parse_dataset_spec,
+)
 from plaingpt.core.settings import TrainConfig
 from plaingpt.core.start import StartingPoint
 from plaingpt.data.corpora import CORPORA, Corpus, find_packages, find_standard_library
+from plaingpt.inference import open_weights
 
 
 def meta_of(folder):
@@ -193,10 +201,20 @@ def test_the_next_command_fine_tunes_the_model_whose_tokenizer_was_named(
 
 
 def test_a_text_is_mixed_only_with_the_text_that_the_model_was_trained_on(
-        trained, char_data, text_file, monkeypatch):
+        trained, char_data, monkeypatch):
     assert prepare.with_old_text(str(char_data), str(trained)) == str(char_data)  # it is that text
     monkeypatch.setattr(Dataset, 'identity', lambda self, split: 'changed since')
     assert prepare.with_old_text('more', str(trained)) == 'more'
+
+
+def test_a_text_is_mixed_with_all_texts_of_a_mixture(char_data, tmp_path, monkeypatch):
+    other = shutil.copytree(char_data, tmp_path / 'other')
+    old = f'{char_data}:0.4,{other}:0.6'
+    state = {'config': {'dataset': old}, 'data': open_dataset_spec(old).identity('train')}
+    monkeypatch.setattr(open_weights, 'open_weights', lambda source: SimpleNamespace(state=state))
+    assert parse_dataset_spec(prepare.with_old_text('more', 'out')) \
+        == {'more': 0.333, str(char_data): 0.267, str(other): 0.4}
+    assert prepare.with_old_text(str(other), 'out') == old  # one of them
 
 
 @pytest.mark.parametrize(('has_gpu', 'recipe'), [

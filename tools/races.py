@@ -232,7 +232,7 @@ def equality(config, options):
 COLORS = {'nanoGPT': '#e69f00', 'gpt2_124m': '#009e73'}
 OTHER_COLOR = '#0072b2'
 PANELS = (  # file in docs/results/, title, highest loss shown, x axis, y axis, {program: its label}
-    ('race-cpu', 'tiny Shakespeare, two CPU cores', 4.5, 'seconds since the start of the program',
+    ('race-cpu', 'tiny Shakespeare, two CPU cores', 3.0, 'seconds since the start of the program',
      'validation loss (nats per character)',
      {'nanoGPT': 'nanoGPT\ncontext 64\nAdamW', 'plainGPT': 'plainGPT\ncontext 256\nNorMuon'}),
     ('race-h100', 'Python source, one H100, 26 November', 5.0, 'seconds of training steps',
@@ -253,11 +253,13 @@ def picture(config, _):
             for row in csv.DictReader(file):
                 points = curves.setdefault((row['program'], row['round']), [])
                 points.append((float(row['seconds']), float(row['val_loss'])))
-        for (program, number), points in curves.items():
+        longest = {program: points for (program, _), points in
+                   sorted(curves.items(), key=lambda item: item[1][-1])}
+        for (program, _), points in curves.items():
             seconds, losses = zip(*points, strict=True)
             color = COLORS.get(program, OTHER_COLOR)
             ax.plot(seconds, losses, '.-', color=color)
-            if number == '1':
+            if points is longest[program]:
                 offset = -14 if program == 'gpt2_124m' else 3  # its curve is close to nanoGPT's
                 ax.annotate(labels.get(program, program), (seconds[-1], losses[-1]), color=color,
                             xytext=(4, offset), textcoords='offset points', annotation_clip=False)

@@ -41,7 +41,7 @@ def test_the_fingerprint_does_not_see_what_changes_no_code(edited, fingerprint_o
 
 
 @pytest.mark.parametrize('old, new', [
-    ('x + self.attn', 'x - self.attn'), ('std = 0.02\n', 'std = 0.03\n'), ("'gelu'", "'relu2'"),
+    ('x + self.attn', 'x - self.attn'), ('else 0.02)', 'else 0.03)'), ("'gelu'", "'relu2'"),
     ('return self.transformer.ln_f(x)', 'return x')])
 def test_the_fingerprint_sees_an_edit_of_the_code(old, new, fingerprint_of):
     assert old in CODE

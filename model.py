@@ -367,7 +367,7 @@ class GPT(nn.Module):
         if self.config.zero_init is True:  # each residual branch starts as a no-op
             zeros.add('c_proj')
         elif self.config.zero_init == 'head':
-            c_proj_std = 1 / math.sqrt(self.config.n_embd)  # branches as large as the stream
+            c_proj_std = 1 / math.sqrt(self.config.n_embd)  # keeps the variance of C inputs
         for path, module in self.named_modules():
             name = path.rpartition('.')[2]  # 'transformer.h.0.mlp.c_proj' → 'c_proj'
             if isinstance(module, nn.LayerNorm | nn.RMSNorm):

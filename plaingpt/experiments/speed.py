@@ -12,7 +12,7 @@ from plaingpt.data.corpora import find_dataset_size
 from plaingpt.experiments.comparison import format_number, markdown
 from plaingpt.experiments.core_speed import matmul_speed
 from plaingpt.inference.open_weights import gpt_config_from_weights
-from plaingpt.system.devices import device_name, peak_flops, peak_memory_bytes, synchronize
+from plaingpt.system.devices import device_name, mfu, peak_memory_bytes, synchronize
 from plaingpt.system.formatting import gib, short
 
 WARMUP_STEPS = 3  # not timed
@@ -90,14 +90,14 @@ def measure_speed(build, gpt_config, config, device, dtype, compile):
     step_s = statistics.median(seconds)
     tokens = config.step_tokens()
     flops_per_s = gpt.flops_per_token() * tokens / step_s
-    peak = peak_flops(device_name(device), dtype)
+    utilization = mfu(flops_per_s, device_name(device), dtype)
     if device.type == 'cpu':  # the peak depends on the cores and on how many threads torch uses
-        peak = matmul_speed(dtype)
+        utilization = flops_per_s / matmul_speed(dtype)
     row = {'parameters': gpt.num_parameters(), 'dtype': dtype, 'compile': compile,
            'optimizer': config.optimizer, 'micro_steps': config.accumulation(),
            'batch_size': config.batch_size, 'block_size': config.block_size,
            'step_ms': 1e3 * step_s, 'min_ms': 1e3 * min(seconds), 'max_ms': 1e3 * max(seconds),
-           'tokens_per_s': tokens / step_s, 'mfu': flops_per_s / peak if peak else None,
+           'tokens_per_s': tokens / step_s, 'mfu': utilization,
            'peak_memory_bytes': peak_memory_bytes(device)}
     header = (f'{row["parameters"]:,} parameters, {dtype}, {"compiled" if compile else "eager"}, '
               f'{config.optimizer}, {config.accumulation()} × {config.batch_size} × '

@@ -1,21 +1,30 @@
-"""docs/notebook.ipynb runs from top to bottom, and shows what its cells print and draw.
+"""The notebooks in docs/ run from top to bottom, and show what their cells print and draw.
 
-    python tests/test_notebook.py    run it, and keep what the cells print and draw in it
+how-it-trains.ipynb is made from the page how-it-trains.md, whose Python blocks are its cells. The
+page shows the same outputs: a block of text after the cell, and the picture.
+
+    python tests/test_notebook.py    run them, and save what the cells print and draw
 """
 
 import ast
 import base64
 import io
 import json
+import math
 import os
+import re
 import sys
+import tempfile
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-NOTEBOOK = ROOT / 'docs/notebook.ipynb'
+NOTEBOOKS = [ROOT / 'docs/notebook.ipynb', ROOT / 'docs/how-it-trains.ipynb']
+PAGE = ROOT / 'docs/how-it-trains.md'
+# a Python block of the page, what it printed, and the picture that it drew
+CELL = re.compile(r'```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?(?:\n(!\[[^\n]*\)\n))?', re.S)
 
 
 def execute(notebook):
@@ -24,11 +33,9 @@ def execute(notebook):
     matplotlib.use('Agg')
     from matplotlib import pyplot
     names, outputs = {}, []
-    for cell in notebook['cells']:
-        if cell['cell_type'] != 'code':
-            continue
+    for cell in code_cells(notebook):
         with redirect_stdout(io.StringIO()) as printed:
-            exec(compile(''.join(cell['source']), NOTEBOOK.name, 'exec'), names)
+            exec(compile(''.join(cell['source']), 'cell', 'exec'), names)
         outputs.append([{'output_type': 'stream', 'name': 'stdout',
                          'text': printed.getvalue().splitlines(keepends=True)}]
                        if printed.getvalue() else [])
@@ -48,47 +55,125 @@ def texts_of(outputs):
 
 
 def pictures_of(outputs):
-    """How many pictures there are."""
-    return sum(output['output_type'] == 'display_data' for cell in outputs for output in cell)
+    """The pictures (PNG) of a list of outputs."""
+    return [base64.b64decode(output['data']['image/png']) for cell in outputs for output in cell
+            if output['output_type'] == 'display_data']
 
 
-def read():
-    """→ the notebook, its code cells"""
-    notebook = json.loads(NOTEBOOK.read_text(encoding='utf-8'))
-    return notebook, [cell for cell in notebook['cells'] if cell['cell_type'] == 'code']
+def read(path):
+    return json.loads(path.read_text(encoding='utf-8'))
 
 
-def test_the_notebook_is_saved_with_its_pictures():
-    assert pictures_of(cell['outputs'] for cell in read()[1]) == 3
+def code_cells(notebook):
+    return [cell for cell in notebook['cells'] if cell['cell_type'] == 'code']
 
 
-@pytest.mark.parametrize('cell', read()[1], ids=lambda cell: str(cell['execution_count']))
-def test_what_a_cell_imports_exists(cell):
-    tree = ast.parse(''.join(cell['source']))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom) and 'matplotlib' not in ast.dump(node):
-            exec(ast.unparse(node), {})  # raises ImportError
+def saved_outputs(notebook):
+    return [cell['outputs'] for cell in code_cells(notebook)]
+
+
+def parts_of_page():
+    """How how-it-trains.md splits into cells: (kind, source, printed text, picture), …"""
+    text = PAGE.read_text(encoding='utf-8')
+    end = 0
+    for match in CELL.finditer(text):
+        yield 'markdown', text[end:match.start()].strip('\n'), '', ''
+        yield 'code', match[1].strip('\n'), match[2] or '', match[3] or ''
+        end = match.end()
+    yield 'markdown', text[end:].strip('\n'), '', ''
+
+
+def notebook_of_page():
+    """The notebook of how-it-trains.md, without outputs. The other notebook's first two cells, a
+    title and the installation, show how it begins."""
+    start = read(NOTEBOOKS[0])
+    install = code_cells(start)[0]['source']
+    cells = [{'cell_type': 'code', 'metadata': {}, 'outputs': [], 'execution_count': None,
+              'source': install}]
+    for kind, source, *_ in parts_of_page():
+        cell = {'cell_type': kind, 'metadata': {}, 'source': source.splitlines(keepends=True)}
+        if kind == 'code':
+            cell |= {'outputs': [], 'execution_count': None}
+        cells.append(cell)
+    return start | {'cells': [cells[1], cells[0], *cells[2:]]}  # the title first
+
+
+@pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_saved_with_its_pictures(path):
+    assert len(pictures_of(saved_outputs(read(path)))) == {'notebook': 3}.get(path.stem, 1)
+
+
+@pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_the_cells_import_exists(path):
+    for cell in code_cells(read(path)):
+        for node in ast.walk(ast.parse(''.join(cell['source']))):
+            if isinstance(node, ast.Import | ast.ImportFrom) and 'matplotlib' not in ast.dump(node):
+                exec(ast.unparse(node), {})  # raises ImportError
+
+
+def test_the_page_and_its_notebook_have_the_same_cells_and_outputs():
+    saved, made = read(NOTEBOOKS[1]), notebook_of_page()
+    assert [cell['source'] for cell in saved['cells']] == [cell['source'] for cell in made['cells']]
+    shown = [printed for kind, _, printed, _ in parts_of_page() if kind == 'code']
+    assert shown == [texts_of([outputs]) for outputs in saved_outputs(saved)[1:]]
+    assert pictures_of(saved_outputs(saved)) == [PAGE.with_suffix('.png').read_bytes()]
+
+
+def test_the_page_shows_that_hand_and_torch_agree():
+    printed = texts_of(saved_outputs(read(NOTEBOOKS[1])))
+    assert f'loss {math.log(2048):.4f}' in printed
+    updates = re.findall(r'by hand (\S+) torch (\S+)', printed)
+    assert len(updates) == 3 and all(by_hand == by_torch for by_hand, by_torch in updates)
+    assert 'equal: True' in printed and 'one batch: True' in printed
 
 
 @pytest.mark.slow
-def test_the_notebook_shows_what_its_cells_print(tmp_path, monkeypatch):
+@pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_shows_what_its_cells_print(path, tmp_path, monkeypatch):
     pytest.importorskip('matplotlib')
     from test_docs import first_missing
     monkeypatch.chdir(tmp_path)  # and back from where the notebook goes
     monkeypatch.setattr('tempfile.tempdir', str(tmp_path))
-    notebook, code = read()
+    notebook = read(path)
     outputs = execute(notebook)
-    # which evaluations were the best so far is a matter of the last digits
-    expected, printed = (texts_of(each).replace(' | best', '')
-                         for each in ([cell['outputs'] for cell in code], outputs))
+    expected, printed = (without_text(texts_of(each))
+                         for each in (saved_outputs(notebook), outputs))
     assert first_missing(expected.splitlines(), printed) is None, printed
-    assert pictures_of(outputs) == 3
+    assert len(pictures_of(outputs)) == len(pictures_of(saved_outputs(notebook)))
+
+
+def without_text(printed):
+    """What does not depend on Python's version, whose library is the text, and on the last digits:
+    they decide which evaluation is the best, and what a model writes. Text follows a bar."""
+    return re.sub(r' \| best|\|.*', '', printed)
+
+
+def run_and_save(path, notebook):
+    outputs = execute(notebook)
+    for n, (cell, saved) in enumerate(zip(code_cells(notebook), outputs, strict=True), 1):
+        cell.update(outputs=saved, execution_count=n)
+    path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
+    return outputs
+
+
+def write_page(outputs):
+    """Write how-it-trains.md with the outputs of its cells, and its picture."""
+    remaining = iter(outputs)
+
+    def with_output(match):
+        code, _, picture = match.groups()
+        printed = texts_of([next(remaining)])
+        return ''.join((f'```python\n{code}```\n', f'\n```text\n{printed}```\n' if printed else '',
+                        f'\n{picture}' if picture else ''))
+    text = CELL.sub(with_output, PAGE.read_text(encoding='utf-8'))
+    PAGE.write_text(text, encoding='utf-8')
+    PAGE.with_suffix('.png').write_bytes(*pictures_of(outputs))
 
 
 if __name__ == '__main__':
     sys.path.insert(0, str(ROOT))
     os.environ['OMP_NUM_THREADS'] = '1'
-    notebook, code = read()
-    for n, (cell, outputs) in enumerate(zip(code, execute(notebook), strict=True), 1):
-        cell.update(outputs=outputs, execution_count=n)
-    NOTEBOOK.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
+    os.chdir(tempfile.mkdtemp())
+    if 'page' not in sys.argv:
+        run_and_save(NOTEBOOKS[0], read(NOTEBOOKS[0]))
+    write_page(run_and_save(NOTEBOOKS[1], notebook_of_page())[1:])

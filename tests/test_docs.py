@@ -322,7 +322,9 @@ def test_the_commands_of_the_readme_work(trained, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('page', sorted({*PAGES} - {'README.md', 'docs/chat.md'}))  # test_chat.py
+# test_chat.py and test_notebook.py run two of them
+@pytest.mark.parametrize('page', sorted({*PAGES} - {'README.md', 'docs/chat.md',
+                                                    'docs/how-it-trains.md'}))
 def test_the_commands_of_a_page_work(page, trained, after_readme, tmp_path):
     shutil.copytree(after_readme, tmp_path / 'plaingpt', symlinks=True)
     follow(page, tmp_path / 'plaingpt', trained)  # asserts
@@ -412,6 +414,11 @@ def text_about_us(page):
     if page != 'docs/nanogpt.md':
         return without_urls(page)
     return '\n'.join(line.partition(' | ')[2] for line in without_urls(page).splitlines())
+
+
+@pytest.mark.parametrize('page, limit', [('README.md', 1200), ('docs/how-it-trains.md', 2500)])
+def test_a_page_to_read_at_once_is_short(page, limit):
+    assert len(text_of(page).split()) <= limit
 
 
 def test_each_page_is_linked_from_the_readme():

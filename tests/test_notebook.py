@@ -124,7 +124,6 @@ def test_the_page_shows_that_hand_and_torch_agree():
     assert f'loss {math.log(2048):.4f}' in printed
     updates = re.findall(r'by hand (\S+) torch (\S+)', printed)
     assert len(updates) == 3 and all(by_hand == by_torch for by_hand, by_torch in updates)
-    assert 'equal: True' in printed and 'one batch: True' in printed
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def test_folders_import_each_other_in_one_direction():
     assert not wrong, '\n'.join(wrong)
 
 
-def test_the_core_is_imported_without_what_stands_around_it():
+def test_the_core_can_be_imported_alone():
     for module, path in FILES.items():
         if folder_of(module) == 'core':
             assert {folder_of(name) for name in ours(path, local=False)} \

@@ -75,7 +75,7 @@ def test_the_command_runs_beside_files_of_the_same_names(tmp_path):
                                   'plan', '--help', cwd=tmp_path)
 
 
-def test_an_unknown_command_is_answered_by_those_that_there_are(capsys, monkeypatch):
+def test_the_error_for_an_unknown_command_lists_the_commands(capsys, monkeypatch):
     message = fails(capsys, monkeypatch, lambda _: __main__.main(), 'trian', 'config/tiny.py')
     assert 'trian' in message
     assert 'train' in message

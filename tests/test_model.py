@@ -49,7 +49,7 @@ def test_weights_start_as_in_gpt2():
             assert (p == (1 if name.endswith('weight') else 0)).all(), name
 
 
-def test_padding_of_the_vocabulary_counts_for_nothing(model):
+def test_padding_of_the_vocabulary_does_not_count(model):
     idx = tokens(2, 16)
     logits, loss = model(idx, idx)
     assert model.lm_head.weight.shape[0] == 128

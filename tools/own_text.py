@@ -1,5 +1,5 @@
-"""Bits per byte of a text of one's own after equal time, for compare.py: plainGPT, the programs of
-peers.py, and xz."""
+"""Bits per byte of your own text after equal training time, for compare.py: plainGPT, the programs
+in peers.py, and xz."""
 
 import csv
 import lzma

@@ -1,4 +1,4 @@
-"""What own_text.py runs in the Python and the folder of another program.
+"""What own_text.py runs with another program's Python, in its folder.
 
     python tools/peer_side.py score_nanochat val.txt NAME
 

@@ -1,4 +1,4 @@
-"""Programs that train on a text of one's own, for own_text.py: how each is prepared, trained and
+"""Other programs that train on your own text, for own_text.py: how each is prepared, trained and
 scored.
 
 Their models have the layers, heads and channels of the settings, the vocabulary of plainGPT's

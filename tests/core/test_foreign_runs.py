@@ -86,7 +86,7 @@ def test_each_process_reads_its_rows_of_a_pretrained_model(tmp_path, monkeypatch
     assert same(weights('out'), opened('base').parameters())
 
 
-def test_a_base_without_known_control_tokens_gets_ours(tmp_path, monkeypatch):
+def test_a_base_without_known_control_tokens_gets_our_chat_template(tmp_path, monkeypatch):
     from transformers import AutoTokenizer
     monkeypatch.chdir(tmp_path)
     make_base(tmp_path, 'smollm2', template=False, vocab_size=400)

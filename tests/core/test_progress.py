@@ -72,7 +72,7 @@ def test_a_run_of_minutes_ends_in_time_with_its_schedule_complete(step_s, monkey
     assert machine.rates[-1] < 6.2e-5
 
 
-def test_evaluations_that_take_long_come_less_often(monkeypatch):
+def test_slow_evaluations_run_less_often(monkeypatch):
     machine = Machine(lambda now: 0.1, evaluation_s=8.0)
     set_clock(monkeypatch, machine.perf_counter)
     machine.train()

@@ -56,7 +56,7 @@ def test_every_thousand_sequences_have_exact_shares(mixed):
         assert tuple(np.bincount(thousand)) == SHARES
 
 
-def test_a_corpus_gives_all_of_an_epoch_before_any_comes_again(mixed):
+def test_each_corpus_is_read_once_before_it_repeats(mixed):
     loader, starts, corpora = mixed
     for k, part in enumerate(loader.components):
         mine, n = starts[corpora == k] - loader.stream.offsets[k], part.sequences_per_epoch

@@ -233,7 +233,7 @@ def test_a_model_of_ids_continues_ids(folder, tiny, tmp_path, capsys, monkeypatc
         assert '1499' in fails(capsys, monkeypatch, sample.main, *command, f'--start={start}')
 
 
-def test_ids_of_unknown_origin_are_taken_for_gpt2s_with_a_word_about_vocab_size(folder, capsys):
+def test_ids_of_unknown_origin_are_read_as_gpt2_tokens_and_a_line_names_vocab_size(folder, capsys):
     dataset = open_data(SimpleNamespace(dataset=str(folder), vocab_size=0), World())
     assert dataset.vocab_size == 50257
     assert '--vocab_size' in capsys.readouterr().out

@@ -74,7 +74,7 @@ def test_a_loss_mask_is_beside_each_shard(dataset):
     assert {*os.listdir('data/chat')} == names
 
 
-def test_a_tokenizer_learns_from_what_is_said_alone():
+def test_a_tokenizer_is_trained_on_the_text_of_messages_only():
     assert set(prepare_chat(tokenizer='char').tokenizer().base.tokens) == set(
         ''.join(row['prompt'] + row['completion'] for row in pairs(100))) | {'\n'}
 

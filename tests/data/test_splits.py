@@ -61,7 +61,7 @@ def sides(texts, fraction):
     return [split for split, *_ in assigned([Piece(text, True) for text in texts], fraction)]
 
 
-def test_the_side_of_a_document_stays_whatever_white_space_ends_it():
+def test_trailing_white_space_does_not_change_the_split_of_a_document():
     # a hash of all of the text, its last line break included
     hashes = [hashlib.blake2b(f'{text}\n'.encode(), digest_size=8).digest() for text in TEXTS]
     expected = ['val' if int.from_bytes(digest, 'big') < 0.3 * 2**64 else 'train'
@@ -111,7 +111,7 @@ def test_of_a_few_documents_at_most_half_of_the_text_is_held_out_and_no_scrap(si
         assert held_out >= 0.1 * sum(map(len, texts)) or sizes[0] == 1 or len(sizes) > 9
 
 
-def test_copies_are_on_the_same_side_whatever_the_limit():
+def test_copies_are_in_the_same_split_even_at_the_limit():
     options = SimpleNamespace(val_fraction=0.1, max_val_chars=200, cut_at_line=True)
     pieces = [Piece(text, True) for text in [*TEXTS, *TEXTS]]
     sides = {'train': set(), 'val': set()}

@@ -55,7 +55,7 @@ def test_characters_come_back_whatever_their_order_in_the_vocabulary(text, chanc
     assert tokenizer.vocab_size == len(chars)
 
 
-def test_the_longest_token_comes_next():
+def test_text_is_encoded_by_longest_match():
     tokenizer = ListTokenizer(['a', 'ab', ' ', 'abc', '<eos>'])
     assert tokenizer.encode('abcab a<eos>').tolist() == [3, 1, 2, 0, 4]
     assert tokenizer.decode([3, 1, 2, 0, 4]) == 'abcab a<eos>'

@@ -26,7 +26,7 @@ def test_a_few_unreadable_files_of_a_folder_are_left_out(folder, tmp_path, capsy
         assert word in out
 
 
-def test_of_a_damaged_packed_file_nothing_is_used(folder, tmp_path):
+def test_no_text_of_a_damaged_gz_file_is_used(folder, tmp_path):
     data = gzip.compress(random.Random(0).randbytes(300_000).hex().encode())
     (folder / 'z.txt.gz').write_bytes(data[:-9])
     texts = prepared(tmp_path / 'd', 'text', folder)

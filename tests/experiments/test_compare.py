@@ -19,7 +19,7 @@ import train
 from plaingpt.inference.open_weights import ModelChoice, load
 
 
-def test_a_race_reads_what_both_programs_print(tmp_path):
+def test_a_race_parses_the_output_of_both_programs(tmp_path):
     (tmp_path / 'train.py').write_text("""print('step 100: train loss 3.6025, val loss 3.7330')
 print('iter 120: loss 3.5, time 131.00ms, mfu 45.00%')
 print('iter 100 | train loss 2.3725 | val loss 2.6323 ± 0.0752 | 1.672 bits/byte | best')

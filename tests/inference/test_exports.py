@@ -247,7 +247,7 @@ def test_an_edited_network_is_exported_as_an_architecture_that_it_still_computes
 
 
 @pytest.mark.parametrize('pretrained', ['gpt2', 'own code'], indirect=True)
-def test_what_transformers_computes_otherwise_is_not_exported(pretrained, capsys, monkeypatch):
+def test_a_model_that_transformers_computes_differently_is_refused(pretrained, capsys, monkeypatch):
     change_exports(monkeypatch, negate_layer)
     assert 'transformers' in fails(capsys, monkeypatch, export.main, f'--init_from={pretrained}',
                                    '--dest=out')
@@ -257,7 +257,7 @@ def test_what_transformers_computes_otherwise_is_not_exported(pretrained, capsys
 @pytest.mark.parametrize(('pretrained', 'dtype'), [
     ('llama', 'float32'), ('chat', 'float32'), ('documents', 'float32'), ('gpt2', 'bfloat16'),
     ('own code', 'bfloat16')], indirect=['pretrained'])
-def test_what_transformers_computes_alike_is_exported(dtype, pretrained, hub, capsys):
+def test_a_model_that_transformers_computes_equally_is_exported(dtype, pretrained, hub, capsys):
     export.main([f'--init_from={pretrained}', '--dest=out', f'--dtype={dtype}'])
     assert not hub.requests  # it was opened without the network
     assert not capsys.readouterr().err

@@ -81,7 +81,7 @@ def test_llama_cpp_gives_our_answers(model, tmp_path):  # noqa: F811
 # export.py asks it
 
 
-def test_what_llama_cpp_computes_otherwise_is_found(tmp_path):
+def test_a_gguf_file_that_llama_cpp_computes_differently_is_found(tmp_path):
     ours, bpe = shaken(), BPETokenizer([*(bytes([i]) for i in range(256)), b'ab'])
     path = written(tmp_path, ours)
     assert check_gguf(path, ours, bpe, text=[*b'abba']) == math.inf

@@ -33,7 +33,7 @@ def test_a_service_gets_every_number_of_a_resumed_run(
             == [(row['iter'], row[key]) for row in lines(tmp_path / 'out', key)]
 
 
-def test_a_run_that_goes_back_is_a_new_run_of_wandb(tiny, tmp_path, monkeypatch):
+def test_a_run_resumed_from_an_earlier_checkpoint_is_a_new_wandb_run(tiny, tmp_path, monkeypatch):
     class Server:  # of wandb, which takes no step of a run twice
         def __init__(self):
             self.rows = {}

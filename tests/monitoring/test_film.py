@@ -125,7 +125,7 @@ def page(char_data, tmp_path_factory):
     return out / 'film.html', rows
 
 
-def test_the_page_has_all_of_the_film_as_text_and_loads_nothing(page):
+def test_the_page_contains_the_whole_film_as_text_and_loads_no_other_file(page):
     path, rows = page
     text = path.read_text()
     assert json.loads(re.search(r'application/json">(.*?)</script>', text)[1]) == rows
@@ -135,7 +135,7 @@ def test_the_page_has_all_of_the_film_as_text_and_loads_nothing(page):
 @pytest.mark.slow
 @needs_chromium
 @pytest.mark.parametrize('width', [500, 1600])
-def test_a_browser_shows_the_page_and_what_the_mouse_asks_for(page, tmp_path, width):
+def test_a_browser_shows_the_page_and_details_under_the_mouse(page, tmp_path, width):
     path, rows = page
     with Page(path, tmp_path / 'profile', width) as shown:
         assert shown.value("$('#at').textContent") == 'iteration 6'

@@ -290,7 +290,7 @@ def evaluate_and_log(run, observers, is_last):
     if run.is_new and not is_last and not run.config.minutes:
         sequences = min(sequences, run.config.step_sequences())
     try:
-        with ema_weights(run.step.optimizer):  # with average_decay, evaluate the EMA of the weights
+        with ema_weights(run.step.optimizer):  # with ema_decay, evaluate the EMA of the weights
             losses = evaluate(run, sequences)  # core/evaluation.py
             scores, sample = observers.on_evaluation(losses['train_loss'], losses['val_loss'])
         run.stop.raise_if_stopped()

@@ -20,10 +20,10 @@ from plaingpt.system.distributed import is_sharded, local_rows
 def build_optimizer(model, config):
     """Build the optimizer that a TrainConfig names for a GPT's trainable parameters."""
     optimizer = OPTIMIZERS[config.optimizer](parameter_groups(model, config), config)
-    optimizer.tracks_ema = bool(config.average_decay)
+    optimizer.tracks_ema = bool(config.ema_decay)
     optimizer.averaged_steps = 0  # steps in the EMA of the weights
     if optimizer.tracks_ema:
-        track_ema(optimizer, config.average_decay)
+        track_ema(optimizer, config.ema_decay)
     return optimizer
 
 
@@ -312,7 +312,7 @@ def swap_with_ema(optimizer):
 
 def resume_ema(optimizer, averaged_steps):
     """Restore the EMA after a checkpoint's model and optimizer have been loaded; without
-    average_decay, drop it. averaged_steps: the number of steps that it includes"""
+    ema_decay, drop it. averaged_steps: the number of steps that it includes"""
     swap_with_ema(optimizer)
     optimizer.averaged_steps = averaged_steps
     if not optimizer.tracks_ema:

@@ -16,7 +16,8 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import finite, setting
 
 NUM_EVALUATIONS = 10  # in a timed run, after the first one
-FINISHED = 'all iterations are done'  # the reasons for which a run ends by itself
+# the reasons for which a run ends by itself
+FINISHED = 'finished (max_iters reached)'
 TIME_UP = 'time is up'
 
 

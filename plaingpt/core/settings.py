@@ -67,7 +67,7 @@ class TrainConfig(GPTConfig):
     beta2: float = 0.95  # AdamW's decay of the second moment
     momentum: float = 0.95  # for muon and sgd
     grad_clip: float = 1.0  # maximum gradient norm; 0: no clipping
-    average_decay: float = 0.0  # EMA decay of the weights; the EMA is evaluated and saved; 0: off
+    ema_decay: float = 0.0  # EMA decay of the weights; the EMA is evaluated and saved; 0: off
     # learning rate
     lr_schedule: Literal[*SCHEDULES] | str = 'cosine'  # wsd decays in the last 20%, wsd:0.1 in 10%
     warmup_iters: int = 2000  # iterations of linear warmup; in a timed run, at most a tenth of it
@@ -99,7 +99,7 @@ class TrainConfig(GPTConfig):
         'block_size', 'n_layer', 'n_head', 'n_embd', 'ngram', 'norm_eps', 'rotary_base',
         'rotary_factor', 'rotary_length', 'eval_interval', 'eval_iters', 'log_interval',
         'checkpoint_interval', 'batch_size', 'gradient_accumulation_steps')
-    below_1 = ('dropout', 'beta1', 'beta2', 'momentum', 'average_decay')
+    below_1 = ('dropout', 'beta1', 'beta2', 'momentum', 'ema_decay')
     at_least_0 = (
         *below_1, 'vocab_size', 'conv', 'ngram_rows', 'n_kv_head', 'head_dim', 'n_inner',
         'eval_tasks_limit', 'patience', 'total_batch_size', 'learning_rate', 'max_iters', 'minutes',

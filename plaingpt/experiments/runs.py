@@ -42,6 +42,7 @@ LISTS = ROOT / 'config' / 'variants'
 # and the device of inputs_of() stand for.
 NOT_INPUTS = {'out_dir', 'log_to', 'wandb_log', 'wandb_project', 'wandb_run_name',
               'init_from', 'checkpoint', 'dataset', 'device'}
+FINISHED_1_0 = 'all iterations are done'  # FINISHED in version 1.0, which may be judged
 NOT_RECORDED = {'film': False, 'report': False}  # settings of compared runs
 
 
@@ -226,7 +227,7 @@ def has_ended(folder):
     """Whether there is a completed run whose logs have what summarize needs."""
     rows = read_rows(Path(folder, 'metrics.jsonl'))
     run = read_run(folder)
-    return run.get('ending', '').startswith((FINISHED, TIME_UP, 'patience')) \
+    return run.get('ending', '').startswith((FINISHED, FINISHED_1_0, TIME_UP, 'patience')) \
         and any('val_loss' in row for row in rows) and rows[-1]['iter'] > 0
 
 

@@ -10,7 +10,7 @@ from functools import cache
 from math import atan2, cos, pi, sqrt
 
 from plaingpt.monitoring.run_record import rows_with
-from plaingpt.system.files import ROOT
+from plaingpt.system.files import ROOT, with_current_names
 
 FOLDER = ROOT / 'docs/references'
 
@@ -21,7 +21,8 @@ def recipe_of(run, without_effect):
     config = run['config']
     source = run['data'].get('source', {})
     without_effect = {*without_effect, 'init_from'}
-    settings = {key: value for key, value in run['changed'].items() if key not in without_effect}
+    settings = {key: value for key, value in with_current_names(run['changed']).items()
+                if key not in without_effect}
     step_tokens = config['total_batch_size'] or (
         config['batch_size'] * config['block_size'] * config['gradient_accumulation_steps'])
     return {'corpus': source.get('corpus') or run['data']['folder'],
@@ -35,7 +36,9 @@ def find_reference(run, without_effect):
     recipe = recipe_of(run, without_effect)
     for path in FOLDER.glob('*.csv'):
         header, *_ = path.read_text(encoding='utf-8').splitlines()
-        if json.loads(header.removeprefix('#')) == recipe:
+        reference = json.loads(header.removeprefix('#'))
+        reference['settings'] = with_current_names(reference.get('settings', {}))
+        if reference == recipe:
             return path.stem
     return None
 

@@ -139,8 +139,9 @@ def closing_lines(run, ending):
         return [f'{ending}: stopped after iteration {iter_num}; to resume: '
                 f'{command_for("train")} {out_dir_option} --init_from=resume']
     if run.start.resumed and run.start.checkpoint.iter_num == iter_num:
-        return [f'this run is already finished: no step after iteration {iter_num} ({ending}); '
-                'to continue, raise --max_iters or --minutes, or set --patience=0']
+        reason = f'{iter_num} of {run.config.max_iters}' if ending == FINISHED else ending
+        return [f'this run is already finished ({reason}); to continue, raise --max_iters or '
+                '--minutes, or set --patience=0']
     lines = []
     if ending not in (FINISHED, TIME_UP):
         lines.append(f'stopped after iteration {iter_num}: {ending}')

@@ -166,7 +166,8 @@ def main(argv):
         raise UserError(f'{folder} is not prepared: run {command_for("prepare")} {name}')
     check_options(config, name, corpus)
     inputs = shown(', '.join(config.inputs())[:100])
-    print(f'preparing {name}: {inputs or describe_corpus(corpus)}')
+    print(f'preparing {name} from {inputs}' if inputs
+          else f'preparing {name}: {describe_corpus(corpus)}')
     if corpus.kind == 'datatrove':
         prepare_datatrove(name, folder, config)
     elif corpus.kind == 'ids':

@@ -329,7 +329,7 @@ class Saver:
     def _write(self, chunks, state, rng):
         final = self.out_dir / 'checkpoints' / f'iter-{state["iter_num"]:08d}'
         if all_gather(final.exists(), self.group)[0]:
-            # saved before its evaluation: the weights are there, only the losses are new
+            # it was saved before its evaluation: the weights exist, only the losses are new
             def update_state():
                 write_state(final, {**open_checkpoint(final).state, **state})
 

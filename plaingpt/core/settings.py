@@ -18,6 +18,7 @@ from plaingpt.system.distributed import launched_world
 from plaingpt.system.files import is_hub_name
 from plaingpt.system.formatting import setting
 
+CheckMode = Literal['auto', 'overfit'] | bool
 INIT_MODES = 'scratch', 'resume', 'auto'  # values of init_from that are not a model
 # Settings that a comparison with a reference run leaves out: they do not change the expected loss,
 # or they are compared separately (dataset, tokens per step).
@@ -36,7 +37,7 @@ class TrainConfig(GPTConfig):
     out_dir: str = 'out'  # folder for checkpoints and metrics
     eval_interval: int = 2000  # iterations between evaluations
     eval_iters: int = 200  # batches per evaluation
-    log_interval: int = 1  # iterations between console lines
+    log_interval: int = 1  # iterations between log lines, in the console and in metrics.jsonl
     eval_tasks: str = ''  # lm_eval tasks to run at evaluations, such as hellaswag,lambada_openai
     eval_tasks_limit: int = 500  # examples per task; 0: all
     log_to: str = ''  # also log metrics to: wandb, trackio, tensorboard
@@ -48,29 +49,29 @@ class TrainConfig(GPTConfig):
     always_save_checkpoint: bool = True  # save after every evaluation, not only after a new best
     checkpoint_interval: Literal['auto'] | int = 'auto'  # steps between saves; auto: at evaluations
     patience: int = 0  # stop after this many evaluations without a new best; 0: never
-    check: Literal['auto', 'overfit'] | bool = 'auto'  # preflight; True: only it; overfit: 1 batch
+    check: CheckMode = 'auto'  # True: preflight only; False: skip it; overfit: train on one batch
     skip_checks: str = ''  # checks to skip, such as attention_is_causal,sequences_are_shuffled
     # data
     dataset: str = 'openwebtext'  # a name in data/, a path, or a mixture: code:0.3,prose:0.7
-    pack: Literal['stream', 'documents'] = 'stream'  # documents: whole documents in each sequence
+    pack: Literal['stream', 'documents'] = 'stream'  # documents: pack whole ones into sequences
     batch_size: Literal['auto'] | int = 12  # sequences per micro-batch; auto: as many as fit
     gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all processes
     total_batch_size: int = 0  # tokens per step; overrides gradient_accumulation_steps; 0: off
     # optimizer
     optimizer: Literal[*OPTIMIZERS] = 'adamw'  # muon, normuon: blocks' matrices; AdamW for the rest
     learning_rate: float = 6e-4  # peak learning rate (SGD needs about 100× AdamW's)
-    lr_scales: str = ''  # multipliers: embedding:8,ngram:1,head:2,vector:4 (head: if untied)
+    lr_scales: str = ''  # LR multipliers: embedding:8,ngram:1,head:2,vector:4 (norms, biases, conv)
     max_iters: int = 600000  # number of training steps
-    minutes: float = 0.0  # time limit, replaces max_iters; init_from=resume: additional minutes
+    minutes: float = 0.0  # minutes to train (instead of max_iters); init_from=resume: to add
     weight_decay: float = 1e-1  # for matrices and embeddings, not for biases and norms
     beta1: float = 0.9  # AdamW's decay of the first moment
     beta2: float = 0.95  # AdamW's decay of the second moment
-    momentum: float = 0.95  # for muon and sgd
+    momentum: float = 0.95  # momentum of Muon and SGD
     grad_clip: float = 1.0  # maximum gradient norm; 0: no clipping
     ema_decay: float = 0.0  # EMA decay of the weights; the EMA is evaluated and saved; 0: off
     # learning rate
     lr_schedule: Literal[*SCHEDULES] | str = 'cosine'  # wsd decays in the last 20%, wsd:0.1 in 10%
-    warmup_iters: int = 2000  # iterations of linear warmup; in a timed run, at most a tenth of it
+    warmup_iters: int = 2000  # iterations of linear warmup; at most a tenth of a timed run
     lr_decay_iters: Literal['auto'] | int = 'auto'  # iteration that reaches min_lr; auto: max_iters
     min_lr: Literal['auto'] | float = 'auto'  # final learning rate; auto: learning_rate / 10
     # system
@@ -126,7 +127,8 @@ class TrainConfig(GPTConfig):
         if not re.fullmatch(r'((embedding|ngram|head|vector):\d*\.?\d+(e[-+]?\d\d?)?(,|$))*',
                             self.lr_scales):
             problems.append(f'lr_scales={self.lr_scales}: must be kinds of weights with '
-                            'multipliers, such as embedding:8,ngram:1,head:2,vector:4')
+                            'multipliers, such as embedding:8,ngram:1,head:2,vector:4 (head: if '
+                            'untied; vector: norms, biases and convolutions)')
         return problems
 
     def conflicts(self):

@@ -25,7 +25,7 @@ SAMPLE_TOKENS = 30  # length of a sample
 
 
 class Film:
-    """Records snapshots of a train.Run's model.
+    """Records snapshots of a Run's model.
 
     sampler: a Sampler, which writes the samples"""
 

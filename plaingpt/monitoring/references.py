@@ -83,12 +83,11 @@ def read_band(run):
 
 
 def compare(rows, run):
-    """How a run compares with its reference: the predicate of a sentence."""
+    """How a run compares with its reference: a line of a report."""
     limits = {iter_num: (low, high) for iter_num, low, high in read_band(run)}
     evaluations = [row for row in rows_with(rows, 'val_loss') if row['iter'] in limits]
     if not evaluations:
-        return 'has no reference run: nothing in docs/references/ matches its settings, dataset ' \
-               'and evaluations'
+        return 'no reference curve for this recipe'
     iter_num, loss = evaluations[-1]['iter'], evaluations[-1]['val_loss']
     low, high = limits[iter_num]
     if loss > high:
@@ -97,5 +96,5 @@ def compare(rows, run):
         place = 'below (better than)'
     else:
         place = 'inside'
-    return f'is {place} the reference band of {run["reference"]}: {loss:.4f} at iteration ' \
+    return f'{place} the reference band of {run["reference"]}: {loss:.4f} at iteration ' \
            f'{iter_num} (95% prediction interval for a new seed: {low:.4f} to {high:.4f})'

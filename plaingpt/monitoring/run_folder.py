@@ -22,7 +22,7 @@ from plaingpt.system.formatting import command_for, quoted
 
 
 def open_run_folder(run):
-    """Archive what this train.Run would overwrite, and write its initial run.json. Returns the
+    """Archive what this Run would overwrite, and write its initial run.json. Returns the
     contents of run.json. Only rank 0 writes, and a run that only evaluates does not."""
     config, progress, resumed = run.config, run.progress, run.start.resumed
     out_dir = Path(config.out_dir)
@@ -50,7 +50,7 @@ def open_run_folder(run):
 
 
 def describe_run(run):
-    """The contents of run.json for a train.Run."""
+    """The contents of run.json for a Run."""
     config, dataset = run.config, run.dataset
     if run.start.resumed:
         from_scratch = read_run(config.out_dir).get('from_scratch', True)

@@ -127,7 +127,7 @@ class GPTConfig:
 class LayerNorm(nn.LayerNorm):
     def forward(self, x):  # (…, C); CUDA's autocast computes it in float32
         weight, bias = self.weight, self.bias
-        if weight.dtype != torch.float32:  # FSDP gathers it in autocast's; x may be float32
+        if weight.dtype != torch.float32:  # FSDP gathers it in autocast's dtype
             weight = weight.to(x.dtype)
             bias = None if bias is None else bias.to(x.dtype)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps).to(x.dtype)
@@ -368,7 +368,7 @@ class GPT(nn.Module):
         if self.config.zero_init is True:  # each residual branch starts as a no-op
             zeros.add('c_proj')
         elif self.config.zero_init == 'head':
-            c_proj_std = 1 / math.sqrt(self.config.n_embd)  # of C inputs: keeps their variance
+            c_proj_std = 1 / math.sqrt(self.config.n_embd)  # keeps the variance of its C inputs
         for path, module in self.named_modules():
             name = path.rpartition('.')[2]  # 'transformer.h.0.mlp.c_proj' → 'c_proj'
             if isinstance(module, nn.LayerNorm | nn.RMSNorm):
@@ -413,7 +413,7 @@ class GPT(nn.Module):
         KVCache of earlier tokens, after its advance(T) (plaingpt/inference/generation.py)."""
         block_size = self.config.block_size
         assert idx.size(1) <= block_size, f'{idx.size(1)} tokens exceed block_size={block_size}'
-        positions = torch.arange(idx.size(1), device=idx.device)  # (T,), rows of position tables
+        positions = torch.arange(idx.size(1), device=idx.device)  # (T,): rows of wpe, cos and sin
         documents = None
         layer_caches = [None] * len(self.transformer.h)
         if cache is not None:
@@ -483,8 +483,9 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
         """Append `max_new_tokens` sampled tokens to idx (B, T) → (B, T + max_new_tokens).
-        temperature 0 is greedy. Call eval() first. plaingpt/inference is several times faster, with
-        a KV cache; when the context is full, it drops the older half, and this the oldest token."""
+        temperature 0 is greedy. Call eval() first. Once the context is full, each new token drops
+        the oldest one. plaingpt/inference, with a KV cache, is several times faster, and drops the
+        older half of a full context."""
         for _ in range(max_new_tokens):
             x = self.hidden(idx[:, -self.config.block_size:])  # (B, T, C)
             logits = self.logits(x[:, -1])  # (B, V)

@@ -51,8 +51,8 @@ from plaingpt.system.formatting import count_of
 @dataclass
 class Step:
     """Takes training steps: the gradients of micro-batches, then an update of the weights. A step
-    whose loss or gradient is not finite changes neither weights nor optimizer (BadSteps). plan.py
-    runs this class too, on fake tensors, which have shapes but no data."""
+    whose loss or gradient is not finite changes neither weights nor optimizer state (BadSteps).
+    plan.py runs this class too, on fake tensors, which have shapes but no data."""
 
     model: torch.nn.Module  # a GPT, perhaps compiled, and in DDP or FSDP
     optimizer: torch.optim.Optimizer

@@ -105,8 +105,8 @@ class IterationClock:
 
 class MinuteClock(IterationClock):
     """The clock of a run of config.minutes, by rank 0's time. The time before the first step does
-    not count as progress, but is part of the minutes, as is the last evaluation, for which the
-    median time of the last three is reserved.
+    not count as progress, but is part of the minutes. Time is reserved for the last evaluation: the
+    median of the last three.
 
     started_at: when this command was started
     """

@@ -13,8 +13,9 @@ def get_lr(it, config, fraction_done=None):
     lr_schedule, which reaches min_lr at lr_decay_iters unless it is constant. With decay_lr=False,
     learning_rate throughout.
 
-    fraction_done: of the run. In a timed run (--minutes), the schedule runs from 0 to 1 over time
-    instead of iterations, and warmup hides its start: warmup_iters, but at most MAX_WARMUP."""
+    fraction_done: of the run. In a timed run (--minutes), the schedule runs over time instead of
+    iterations. Warmup replaces its beginning, for warmup_iters but at most MAX_WARMUP of the time.
+    """
     if not config.decay_lr:
         return config.learning_rate
     is_timed = config.minutes > 0

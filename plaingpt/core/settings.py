@@ -53,7 +53,7 @@ class TrainConfig(GPTConfig):
     skip_checks: str = ''  # checks to skip, such as attention_is_causal,sequences_are_shuffled
     # data
     dataset: str = 'openwebtext'  # a name in data/, a path, or a mixture: code:0.3,prose:0.7
-    pack: Literal['stream', 'documents'] = 'stream'  # documents: pack whole ones into sequences
+    pack: Literal['stream', 'documents'] = 'stream'  # documents: fill sequences with whole documents
     batch_size: Literal['auto'] | int = 12  # sequences per micro-batch; auto: as many as fit
     gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all processes
     total_batch_size: int = 0  # tokens per step; overrides gradient_accumulation_steps; 0: off
@@ -62,7 +62,7 @@ class TrainConfig(GPTConfig):
     learning_rate: float = 6e-4  # peak learning rate (SGD needs about 100× AdamW's)
     lr_scales: str = ''  # LR multipliers: embedding:8,ngram:1,head:2,vector:4 (norms, biases, conv)
     max_iters: int = 600000  # number of training steps
-    minutes: float = 0.0  # minutes to train (instead of max_iters); init_from=resume: to add
+    minutes: float = 0.0  # train this many minutes, not max_iters; init_from=resume: that many more
     weight_decay: float = 1e-1  # for matrices and embeddings, not for biases and norms
     beta1: float = 0.9  # AdamW's decay of the first moment
     beta2: float = 0.95  # AdamW's decay of the second moment
@@ -77,7 +77,7 @@ class TrainConfig(GPTConfig):
     # system
     device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # precision of matmuls
-    compile: Literal['auto', 'blocks'] | bool = 'auto'  # torch.compile; blocks: block by block
+    compile: Literal['auto', 'blocks'] | bool = 'auto'  # torch.compile; blocks: each block alone
     activation_checkpointing: Literal[*CHECKPOINT_MODES] = 'none'  # recompute activations
     parallel: Literal['auto', 'ddp', 'fsdp'] = 'auto'  # ddp replicates the model, fsdp shards it
     seed: int = 1337  # for initialization, dropout and data order

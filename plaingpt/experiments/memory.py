@@ -2,9 +2,10 @@
 
 The step is train.py's: its build() makes a model and a Step of fake tensors, which have sizes but
 no data, and the Step runs under torch's memory tracker. So a plan follows edits of model.py, of
-Step and of optimizers. Some of it is not traced but replaced or added: a GPU's kernels stand in for
-CPU operations, the loss has at most three chunks, and FSDP's communication and the gradients that
-DDP keeps are added as estimates. Nothing is compiled; a compiled step takes less.
+Step and of optimizers. Some things are approximated: operations whose GPU kernels take other memory
+are replaced (gpu_kernels), the loss has at most three chunks, and the memory of FSDP's
+communication and of the gradients that DDP keeps is added. Nothing is compiled; a compiled step
+takes less.
 """
 
 import math

@@ -53,7 +53,7 @@ class TrainConfig(GPTConfig):
     skip_checks: str = ''  # checks to skip, such as attention_is_causal,sequences_are_shuffled
     # data
     dataset: str = 'openwebtext'  # a name in data/, a path, or a mixture: code:0.3,prose:0.7
-    pack: Literal['stream', 'documents'] = 'stream'  # documents: fill sequences with whole documents
+    pack: Literal['stream', 'documents'] = 'stream'  # documents: whole documents in each sequence
     batch_size: Literal['auto'] | int = 12  # sequences per micro-batch; auto: as many as fit
     gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all processes
     total_batch_size: int = 0  # tokens per step; overrides gradient_accumulation_steps; 0: off

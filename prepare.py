@@ -76,7 +76,7 @@ class PrepareConfig:
     strict: bool = False  # fail on any unusable file or row (default: skip up to 1%)
     # size
     max_tokens: int | str = 0  # training tokens, e.g. 100M or 1.5B (0: all)
-    val_fraction: Literal['auto'] | float = 'auto'  # share to hold out (auto: 0.1, at most 4M chars)
+    val_fraction: Literal['auto'] | float = 'auto'  # share held out (auto: 0.1, at most 4M chars)
     # your own ids
     vocab_size: int = 0  # vocabulary size of the ids
     end_of_text: Literal['none'] | int = 'none'  # the id that separates documents

@@ -360,8 +360,7 @@ class GPT(nn.Module):
         called conv, value_embedding or ngram start at zero, and c_proj with another std.
         Parameters of any other module keep the values that they were created with."""
         zeros = {'conv', 'value_embedding', 'ngram'}  # added to other terms: no-ops at first
-        # 2L branches add to the residual stream; 1/√(2L) keeps its variance independent of depth
-        # (GPT-2, section 2.3)
+        # 1/√(2L): the sum of 2L branches has a variance independent of depth (GPT-2, section 2.3)
         c_proj_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         if self.config.zero_init:
             zeros.add('lm_head')
@@ -483,9 +482,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
         """Append `max_new_tokens` sampled tokens to idx (B, T) → (B, T + max_new_tokens).
-        temperature 0 is greedy. Call eval() first. Once the context is full, each new token drops
-        the oldest one. plaingpt/inference, with a KV cache, is several times faster, and drops the
-        older half of a full context."""
+        temperature 0 is greedy. Call eval() first. Once the context is full, each token drops the
+        oldest one. plaingpt/inference is several times faster, with a KV cache, and drops half."""
         for _ in range(max_new_tokens):
             x = self.hidden(idx[:, -self.config.block_size:])  # (B, T, C)
             logits = self.logits(x[:, -1])  # (B, V)

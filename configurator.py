@@ -170,7 +170,7 @@ class Settings:
                 is_assigned = name in lines or value is not self.values[name]
             else:
                 is_assigned = not is_private
-            if RENAMED_SETTINGS.get(name, name) in fixed or not is_assigned:
+            if name in fixed or not is_assigned:
                 continue
             line = f', line {lines[name]}' if name in lines else ''
             self.set(name, value, f'in {path}{line}')

@@ -36,6 +36,8 @@ def test_a_former_name_of_a_setting_is_accepted(tmp_path):
     assert load(file).ema_decay == load('--average_decay=0.9').ema_decay == 0.9
     for option in ('--ema_decay=0.8', '--average_decay=0.8'):
         assert load(file, option).ema_decay == 0.8
+    with pytest.raises(UserError, match='needs a value'):
+        load('--average_decay')
 
 
 def test_the_end_of_the_learning_rate_follows_what_it_depends_on(tmp_path):

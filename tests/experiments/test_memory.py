@@ -207,7 +207,7 @@ def test_a_step_that_cannot_be_planned_trains(tiny, capsys, monkeypatch, free):
     free(MiB)
     monkeypatch.setattr(memory, 'Planner', Planner)  # whose traces no other test shares
     train.main([*tiny, '--check=False'])
-    assert 'not planned' in capsys.readouterr().out
+    assert 'could not plan' in capsys.readouterr().out
 
 
 @pytest.fixture

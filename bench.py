@@ -11,7 +11,7 @@
                                                         is the working tree better than HEAD?
     python bench.py config/quickstart.py --judge --minutes=1 --my_flag=2
                                                         the same, with one-minute runs; a setting
-                                                        that HEAD lacks goes to the change alone
+                                                        that HEAD lacks goes to the change only
 """
 
 import datetime

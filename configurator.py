@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from plaingpt.system.errors import UserError
-from plaingpt.system.files import ROOT
+from plaingpt.system.files import RENAMED_SETTINGS, ROOT
 from plaingpt.system.formatting import quoted, setting
 
 # cached, because evaluating the annotations of 80 fields takes a while
@@ -96,6 +96,7 @@ class Settings:
 
     def set(self, name, value, place):
         """Convert and store a value, or note the problem."""
+        name = RENAMED_SETTINGS.get(name, name)
         if name not in self.values:
             hint = did_you_mean(name, self.values, 'see --help for all keys')
             self.problems.append(f'unknown key {name!r} {place}: {hint}')
@@ -132,6 +133,7 @@ class Settings:
     def read_option(self, arg, remaining):
         """Set `--key=value`, or `--key` alone to True. remaining: the arguments after it"""
         name, equals, text = arg.removeprefix('--').partition('=')
+        name = RENAMED_SETTINGS.get(name, name)
         types = accepted_types(self.cls, name) if name in self.values else [bool]
         if not arg.startswith('--') or not name:
             self.problems.append(f'{arg!r}: write options as --key=value')

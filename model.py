@@ -127,7 +127,7 @@ class GPTConfig:
 class LayerNorm(nn.LayerNorm):
     def forward(self, x):  # (…, C); CUDA's autocast computes it in float32
         weight, bias = self.weight, self.bias
-        if weight.dtype != torch.float32:  # gathered by FSDP, in another dtype than x has (float16)
+        if weight.dtype != torch.float32:  # FSDP gathers it in autocast's dtype
             weight = weight.to(x.dtype)
             bias = None if bias is None else bias.to(x.dtype)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps).to(x.dtype)
@@ -147,8 +147,8 @@ def norm(config, size):
 
 
 def rotary_table(config):
-    """cos and sin of the angle by which each position rotates each pair of channels (i, i + D/2):
-    2 × (block_size, D). The first half of sin is negated, as rotate() expects."""
+    """Position t rotates the channel pair (i, i + D/2) by t·base^(−2i/D). Returns cos and sin, each
+    (block_size, D). The first half of sin is negated, as rotate() expects."""
     n = config.head_size // 2
     frequencies = config.rotary_base ** (-torch.arange(n) / n)  # (D/2,), radians per position
     if config.rotary_factor != 1:
@@ -360,14 +360,14 @@ class GPT(nn.Module):
         called conv, value_embedding or ngram start at zero, and c_proj with another std.
         Parameters of any other module keep the values that they were created with."""
         zeros = {'conv', 'value_embedding', 'ngram'}  # added to other terms: no-ops at first
-        # the variances of 2L branches add up in the residual stream (GPT-2, §2.3)
+        # 1/√(2L): the sum of 2L branches has a variance independent of depth (GPT-2, section 2.3)
         c_proj_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         if self.config.zero_init:
             zeros.add('lm_head')
         if self.config.zero_init is True:  # each residual branch starts as a no-op
             zeros.add('c_proj')
         elif self.config.zero_init == 'head':
-            c_proj_std = 1 / math.sqrt(self.config.n_embd)  # keeps the variance of C inputs
+            c_proj_std = 1 / math.sqrt(self.config.n_embd)  # keeps the variance of its C inputs
         for path, module in self.named_modules():
             name = path.rpartition('.')[2]  # 'transformer.h.0.mlp.c_proj' → 'c_proj'
             if isinstance(module, nn.LayerNorm | nn.RMSNorm):
@@ -398,7 +398,7 @@ class GPT(nn.Module):
         else:
             logits, loss = None, self.loss_in_chunks(self, x, targets)
         loss = loss / (targets != -1).sum().clamp(min=1)
-        return logits, loss  # add other terms only if self.training: evaluation calls this too
+        return logits, loss  # add auxiliary losses only if self.training: evaluations call this
 
     def loss(self, logits, targets):
         """logits (…, V), targets (…) → the cross-entropy in nats, summed over the targets that are
@@ -412,7 +412,7 @@ class GPT(nn.Module):
         KVCache of earlier tokens, after its advance(T) (plaingpt/inference/generation.py)."""
         block_size = self.config.block_size
         assert idx.size(1) <= block_size, f'{idx.size(1)} tokens exceed block_size={block_size}'
-        positions = torch.arange(idx.size(1), device=idx.device)  # (T,)
+        positions = torch.arange(idx.size(1), device=idx.device)  # (T,): rows of wpe, cos and sin
         documents = None
         layer_caches = [None] * len(self.transformer.h)
         if cache is not None:
@@ -453,8 +453,8 @@ class GPT(nn.Module):
         return total
 
     def flops_per_token(self):
-        """FLOPs to train on one token, forward and backward (PaLM, appendix B): 6 for each weight
-        in a matmul, plus 12·L·H·D·T for attention. Embedding lookups are not matmuls."""
+        """FLOPs to train on one token, forward and backward (PaLM, appendix B): 6 per parameter,
+        plus 12·L·H·D·T for attention. Embeddings do not count: a lookup is not a matmul."""
         c = self.config
         embeddings = ('wpe.weight', 'value_embedding.weight', 'ngram.weight')
         if not c.tied_head:  # a tied wte is the matrix of the head
@@ -482,8 +482,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
         """Append `max_new_tokens` sampled tokens to idx (B, T) → (B, T + max_new_tokens).
-        temperature 0 is greedy. plaingpt/inference is several times faster, with a KV cache; it
-        drops half of a full context, where this slides by one token. Needs eval mode."""
+        temperature 0 is greedy. Call eval() first. Once the context is full, each token drops the
+        oldest one. plaingpt/inference is several times faster, with a KV cache, and drops half."""
         for _ in range(max_new_tokens):
             x = self.hidden(idx[:, -self.config.block_size:])  # (B, T, C)
             logits = self.logits(x[:, -1])  # (B, V)

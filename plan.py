@@ -38,7 +38,8 @@ from train import build, open_batches
 
 @dataclass
 class PlanConfig(TrainConfig):
-    """The settings of a plan. Fields with repr=False do not affect the simulated step."""
+    """The settings of a plan. Planner.predict() compares settings by their repr, to reuse a trace:
+    fields with repr=False do not affect it."""
     # plan
     gpu_memory_gb: float = 0.0  # memory of each GPU in GiB; 0: plan for this machine
     gpu: str = ''  # GPU model (H100 only): sets gpu_memory_gb, estimates hours from measured MFU
@@ -199,7 +200,7 @@ def main(argv):
     if not tokens:
         source += f': assuming a vocabulary of {gpt_config.vocab_size:,}'
     device, dtype, available = find_machine(config, gpt_config)
-    print('simulating one step on fake tensors …', file=sys.stderr, flush=True)
+    print('simulating training steps on fake tensors …', file=sys.stderr, flush=True)
     planner = Planner(build, gpt_config, dtype, device.type)
     config = planner.resolve(config, available)
     plan = print_memory(planner, config, available)

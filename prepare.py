@@ -67,7 +67,7 @@ class PrepareConfig:
     val_split: str = ''  # Hub datasets: validation split (default: held out from split)
     data_dir: str = ''  # output folder (default: data/NAME)
     # documents
-    documents: Literal['auto', 'file', 'line', 'paragraph'] = 'auto'  # each is a document
+    documents: Literal['auto', 'file', 'line', 'paragraph'] = 'auto'  # what one document is
     separators: bool = True  # <|endoftext|> and <|startoftext|> separate documents
     text_field: str = ''  # field with the text or ids, or number of a column without a name
     prompt: str = ''  # chat: column with the user's message, or its number
@@ -76,13 +76,13 @@ class PrepareConfig:
     strict: bool = False  # fail on any unusable file or row (default: skip up to 1%)
     # size
     max_tokens: int | str = 0  # training tokens, e.g. 100M or 1.5B (0: all)
-    val_fraction: Literal['auto'] | float = 'auto'  # held out (auto: 0.1, at most 4M characters)
+    val_fraction: Literal['auto'] | float = 'auto'  # share held out (auto: 0.1, at most 4M chars)
     # your own ids
     vocab_size: int = 0  # vocabulary size of the ids
     end_of_text: Literal['none'] | int = 'none'  # the id that separates documents
     dtype: str = 'auto'  # dtype of files without a header: int64, >u2, … (auto: uint16)
     # encoding
-    tokenizer: str = 'auto'  # char, byte, gpt2, bpe:SIZE, or a dataset, run or model
+    tokenizer: str = 'auto'  # char, byte, gpt2, bpe:SIZE, or that of a dataset, run or model
     shard_tokens: int = 100_000_000  # tokens per file
     num_proc: Literal['auto'] | int = 'auto'  # threads (auto: one per core)
     overwrite: bool = False  # replace a dataset that another command prepared in this folder
@@ -166,7 +166,8 @@ def main(argv):
         raise UserError(f'{folder} is not prepared: run {command_for("prepare")} {name}')
     check_options(config, name, corpus)
     inputs = shown(', '.join(config.inputs())[:100])
-    print(f'preparing {name}: {inputs or describe_corpus(corpus)}')
+    print(f'preparing {name} from {inputs}' if inputs
+          else f'preparing {name}: {describe_corpus(corpus)}')
     if corpus.kind == 'datatrove':
         prepare_datatrove(name, folder, config)
     elif corpus.kind == 'ids':

@@ -51,7 +51,7 @@ def parse_stop(text):
 
 @dataclass
 class SampleConfig(Sampling, GeneratorChoice):
-    # prompts; escapes such as \n are decoded, and a line says so
+    # prompts, in which escapes such as \n are decoded
     start: Annotated[str, parse_start] = '\n'  # prompt, or FILE:path; \n: none
     stop: Annotated[str, parse_stop] = ''  # stop string, or a JSON list: ["\n\n", "User:"]
     num_samples: int = 10  # number of samples

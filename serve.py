@@ -51,7 +51,7 @@ ACCEPTED = {  # option of OpenAI's API → values that change nothing; all other
 @dataclass
 class ServeConfig(GeneratorChoice):
     host: str = '127.0.0.1'  # bind address; 0.0.0.0 accepts remote clients, needs PLAINGPT_API_KEY
-    port: int = 8000  # 0: a free port
+    port: int = 8000  # port to listen on; 0: any free port
 
     def out_of_range(self):
         return [] if 0 <= self.port < 65536 else [f'port={self.port}: must be from 0 to 65535']

@@ -51,8 +51,8 @@ from plaingpt.system.formatting import count_of
 @dataclass
 class Step:
     """Takes training steps: the gradients of micro-batches, then an update of the weights. A step
-    whose loss or gradient is not finite leaves weights and optimizer as they are (BadSteps).
-    plan.py runs this class as well, on tensors without data."""
+    whose loss or gradient is not finite changes neither weights nor optimizer state (BadSteps).
+    plan.py runs this class too, on fake tensors, which have shapes but no data."""
 
     model: torch.nn.Module  # a GPT, perhaps compiled, and in DDP or FSDP
     optimizer: torch.optim.Optimizer
@@ -72,9 +72,10 @@ class Step:
         """Accumulate the gradients of the micro-batches. Return the loss, on the device; its mean
         over the processes is the mean over the step's targets.
 
-        batches: yields (idx, targets), and each micro-batch then counts 1 / micro_steps; or
-        (idx, targets, weight) if some targets are -1: weight = processes · n / N, for n targets
-        here and N in the whole step, since DDP and FSDP divide by the number of processes."""
+        batches: yields (idx, targets), where each micro-batch counts 1 / micro_steps; or, if some
+        targets are -1 (ignored), (idx, targets, weight), where weight = the targets that count in
+        this micro-batch / in the whole step × processes. The last factor undoes the average over
+        processes that DDP and FSDP take."""
         self.loss = 0.0
         for micro_step in range(self.micro_steps):
             idx, targets, *weight = next(batches)
@@ -93,8 +94,8 @@ class Step:
 
     def update(self, lr):
         """Clip the gradient and update the weights, unless the step must be skipped. Return the
-        gradient norm before clipping. lr: from the schedule; each parameter group scales it. Random
-        numbers here would have to be the same on all ranks, whose seeds differ."""
+        gradient norm before clipping. lr: from the schedule; each parameter group scales it. If you
+        add random numbers here, draw the same ones on all ranks, whose seeds differ."""
         optimizer = self.optimizer
         for group in optimizer.param_groups:
             group['lr'] = lr * group['lr_scale']  # lr_scale: set by parameter_groups()
@@ -102,8 +103,8 @@ class Step:
         max_norm = self.grad_clip or math.inf  # infinity: only measure the norm
         grad_norm = distributed.full_tensor(clip_grad_norm_(self.model.parameters(), max_norm))
         skip_step = self.bad_steps.must_skip(self.loss, grad_norm)  # 1.0 or 0.0, on the device
-        # Not scaler.step(): it would update the weights after a bad loss. A fused optimizer skips
-        # the step itself if found_inf, torch's flag, is 1; for others, the host waits here.
+        # Not scaler.step(), which checks the gradients but not the loss. A fused optimizer skips
+        # the step itself if its found_inf is 1; with any other, the host waits for the device.
         if getattr(optimizer, '_step_supports_amp_scaling', False):
             optimizer.found_inf = skip_step
             optimizer.step()
@@ -123,7 +124,7 @@ class Step:
                 'averaged_steps': self.optimizer.averaged_steps}
 
     def load_state_dict(self, state):
-        resume_ema(self.optimizer, state['averaged_steps'])  # after load_optimizer()
+        resume_ema(self.optimizer, state['averaged_steps'])  # load_optimizer() must come first
         if state['scaler']:  # empty unless the checkpoint was trained in float16
             self.scaler.load_state_dict(state['scaler'])
 
@@ -132,8 +133,8 @@ def build(gpt_config, config, device, dtype, compile=False, weights=None):
     """Make a GPT that is ready to train, with its step → (GPT, Step).
 
     dtype: of autocast; compile: True, False or 'blocks'; weights: a Checkpoint, a pretrained model,
-    or None for initial ones. Checkpoints save the GPT; Step.model is the same GPT, compiled and in
-    DDP or FSDP."""
+    or None to initialize them. Checkpoints save the GPT; Step.model is the same GPT, compiled and
+    in DDP or FSDP."""
     world = launched_world()
     use_fsdp = config.parallel == 'fsdp'
     if use_fsdp:
@@ -170,7 +171,8 @@ def replicate(model, device):
     gradients are averaged over processes."""
     device_ids = [device.index] if device.type == 'cuda' else None
     ddp = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-    # From now on: buffers are constants (rotary tables). Others would be neither synced nor saved.
+    # DDP has synced the buffers once, and they are constants (rotary tables). A buffer that changes
+    # would be neither synced nor saved.
     ddp.broadcast_buffers = False
     return ddp
 
@@ -180,11 +182,11 @@ def replicate(model, device):
 
 
 @phase('setup')
-def setup(config, start, world, device, device_why):
+def setup(config, start, world, device, device_reason):
     """Build a Run from the settings and the starting point. Raises UserError."""
     devices.prepare_device(device)
-    # Every rank uses rank 0's settings and checkpoint: a config file is code, which may choose
-    # sizes by timing the machine.
+    # Every rank uses rank 0's settings and checkpoint: a config file may time this machine to
+    # choose sizes (own_text.py does), and the ranks could disagree.
     group = distributed.gloo_group()
     config = distributed.all_gather(config, group)[0]
     start.share_checkpoint(group)
@@ -200,10 +202,11 @@ def setup(config, start, world, device, device_why):
     config, gpt_config = resolve_gpt_config(config, dataset, start)
 
     # Choose the precision, torch.compile, and, by planning a step, DDP or FSDP and batch_size.
-    dtype, dtype_why = devices.choose_dtype(config.dtype, device, gpt_config.n_embd, training=True)
-    compile, compile_why = devices.choose_compile(config.compile, device)
-    print0(f'device {device} ({device_why}) | dtype {dtype} ({dtype_why}) | '
-           f'compile {compile} ({compile_why}) | processes {world.size}')
+    dtype, dtype_reason = devices.choose_dtype(config.dtype, device, gpt_config.n_embd,
+                                               training=True)
+    compile, compile_reason = devices.choose_compile(config.compile, device)
+    print0(f'device {device} ({device_reason}) | dtype {dtype} ({dtype_reason}) | '
+           f'compile {compile} ({compile_reason}) | processes {world.size}')
     config = fit_to_memory(build, config, gpt_config, dtype, device)
 
     # A batch is a function of the seed and the step; each process reads its share.
@@ -258,6 +261,7 @@ def train(run, observers):
                     evaluate_and_log(run, observers, is_last)
             reason = run.reason_to_stop(is_last)
             if reason or run.save_is_due():
+                # report skipped steps before saving: after too many, the run gives up
                 reason = step.bad_steps.report(run) or reason
                 run.save()
             if reason:
@@ -267,15 +271,15 @@ def train(run, observers):
             # step
             lr = get_lr(progress.iter_num, config, fraction_done)  # core/schedules.py
             loss = step.forward_backward(batches)
-            progress.updating = True  # after an error now, half-updated weights are not saved
-            with observers.around_update(progress.iter_num + 1):  # a health check measures it
+            progress.updating = True  # save_on_error() must not save half-updated weights
+            with observers.around_update(progress.iter_num + 1):  # a health check may be due
                 grad_norm = step.update(lr)  # clip the gradient, then optimizer.step()
             progress.iter_num += 1
             progress.updating = False
-            # any keyword: a number, or a tensor without dimensions (monitoring/metrics.py)
+            # add your own: a number or a 0-dim tensor under any name (monitoring/metrics.py)
             log(progress.iter_num, loss=loss, lr=lr, grad_norm=grad_norm)
             if progress.iter_num % config.log_interval == 0:
-                step.bad_steps.report(run)  # log() has just synchronized
+                step.bad_steps.report(run)  # log() has just waited for the device
             observers.on_step(progress.iter_num, fraction_done)
 
 
@@ -290,7 +294,7 @@ def evaluate_and_log(run, observers, is_last):
     if run.is_new and not is_last and not run.config.minutes:
         sequences = min(sequences, run.config.step_sequences())
     try:
-        with ema_weights(run.step.optimizer):  # with average_decay, evaluate the EMA of the weights
+        with ema_weights(run.step.optimizer):  # with ema_decay, evaluate the EMA of the weights
             losses = evaluate(run, sequences)  # core/evaluation.py
             scores, sample = observers.on_evaluation(losses['train_loss'], losses['val_loss'])
         run.stop.raise_if_stopped()
@@ -309,7 +313,7 @@ def main(argv):
     config = load_config(TrainConfig, argv, __doc__, read_saved=start.read)
     config = resolve_minutes(config, start, options_of(TrainConfig, argv).keys())
     world = launched_world()
-    device, device_why = devices.choose_device(config.device, world.local_rank)
+    device, device_reason = devices.choose_device(config.device, world.local_rank)
     devices.choose_compile(config.compile, device)  # fail early if torch.compile is unavailable
     job = nullcontext()
     if world.launched:
@@ -318,7 +322,7 @@ def main(argv):
     if world.is_main and not config.is_read_only:
         lock = lock_output_dir(config.out_dir)
     with lock, job:
-        run = setup(config, start, world, device, device_why)
+        run = setup(config, start, world, device, device_reason)
         preflight(run)
         if config.check is True:  # --check runs the preflight only
             return

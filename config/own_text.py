@@ -80,7 +80,7 @@ if not is_resumed(out_dir, init_from):  # a resumed run keeps its size, learning
 optimizer = 'normuon'
 lr_scales = 'head:2,vector:4'
 min_lr = learning_rate / 5
-average_decay = 0.98
+ema_decay = 0.98
 lr_schedule = 'linear'
 warmup_iters = 10
 momentum = 0.9

@@ -31,6 +31,15 @@ def test_arguments_apply_from_left_to_right(tmp_path):
     assert load('--batch_size=5', a).batch_size == 3
 
 
+def test_a_former_name_of_a_setting_is_accepted(tmp_path):
+    file = write(tmp_path / 'a.py', 'average_decay = 0.9\n')
+    assert load(file).ema_decay == load('--average_decay=0.9').ema_decay == 0.9
+    for option in ('--ema_decay=0.8', '--average_decay=0.8'):
+        assert load(file, option).ema_decay == 0.8
+    with pytest.raises(UserError, match='needs a value'):
+        load('--average_decay')
+
+
 def test_the_end_of_the_learning_rate_follows_what_it_depends_on(tmp_path):
     plain = write(tmp_path / 'a.py', 'learning_rate = 1e-3\nmax_iters = 500\nwarmup_iters = 10\n')
     computed = write(tmp_path / 'b.py', plain.read_text() + 'def tenth(x): return x / 10\n'

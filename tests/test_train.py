@@ -174,6 +174,6 @@ assert not sys.modules.keys() & {
 
 @pytest.mark.slow
 def test_an_eager_run_imports_neither_torchs_compiler_nor_what_it_does_not_use(tiny, tmp_path):
-    settings = ['--compile=False', '--rotary=True', '--average_decay=0.9', '--max_iters=3']
+    settings = ['--compile=False', '--rotary=True', '--ema_decay=0.9', '--max_iters=3']
     subprocess.run([sys.executable, '-c', EAGER_RUNS, *tiny, *settings], cwd=tmp_path, check=True,
                    env={**os.environ, 'PYTHONPATH': str(ROOT)})

@@ -20,7 +20,7 @@ PARTS = {
     '+ bfloat16': ['dtype'],
     '+ torch.compile': ['compile'],
     '+ Muon': ['optimizer', 'learning_rate', 'momentum', 'beta1', 'beta2'],
-    '+ schedule, EMA': ['lr_schedule', 'min_lr', 'average_decay'],
+    '+ schedule, EMA': ['lr_schedule', 'min_lr', 'ema_decay'],
     '+ rotary, QK norm, activation': ['rotary', 'qk_norm', 'mlp', 'zero_init'],
     '+ untied head': ['tied_head', 'lr_scales'],
     '+ value embeddings': ['value_embeddings'],

@@ -10,7 +10,7 @@ MAX_LENGTH = 512  # tokens; torch's kernel is faster for longer sequences, and t
 
 
 def use_fast_attention(model):
-    """Make each layer of a GPT call fast_attention, unless it has an attention of its own."""
+    """Make each layer of a GPT call fast_attention, unless an edit has replaced its sdpa."""
     for block in model.transformer.h:
         if block.attn.sdpa is F.scaled_dot_product_attention:
             block.attn.sdpa = fast_attention

@@ -1,4 +1,4 @@
-"""Steps that are skipped because something is not finite, and steps that are missed by mistake."""
+"""Skip steps whose loss or gradient is not finite; find steps that a bug leaves out or repeats."""
 
 import math
 from pathlib import Path
@@ -41,21 +41,20 @@ class BadSteps:
         not_finite = 1 - torch.stack([is_finite_step, is_finite_loss]).float()
         if dist.is_initialized():
             dist.all_reduce(not_finite, dist.ReduceOp.MAX)
-        not_finite_step, not_finite_loss = not_finite
-        # 1.0 is true and 0.0 is false: maximum is "or", a product is "and"
-        is_bad = torch.maximum(not_finite_loss,
-                               not_finite_step * (self.consecutive_skips >= self.max_overflows))
-        gave_up = (self.consecutive_bad >= MAX_BAD_STEPS).float()
-        skip_step = torch.maximum(not_finite_step, gave_up)
+        not_finite_step, not_finite_loss = not_finite.bool()
+        is_bad = not_finite_loss | (
+            not_finite_step & (self.consecutive_skips >= self.max_overflows))
+        gave_up = self.consecutive_bad >= MAX_BAD_STEPS
+        skip_step = not_finite_step | gave_up
         self.consecutive_skips = (self.consecutive_skips + 1) * skip_step
-        self.consecutive_bad = (self.consecutive_bad + 1) * torch.maximum(is_bad, gave_up)
+        self.consecutive_bad = (self.consecutive_bad + 1) * (is_bad | gave_up)
         self.unreported.append((is_bad, loss, grad_norm))
-        return skip_step
+        return skip_step.float()
 
     def report(self, run):
         """Write the bad steps of a Run since the last report to anomalies.jsonl. If the run gives
-        up, return why; the weights are those before the first bad step. This waits for the device,
-        so call it where the host waits anyway."""
+        up, return why; bad steps have left the weights unchanged. This waits for the device, so
+        call it where the host waits anyway."""
         iter_num, path = run.progress.iter_num, Path(run.config.out_dir, 'anomalies.jsonl')
         steps, self.unreported = self.unreported, []
         if not steps or not torch.stack([is_bad for is_bad, _, _ in steps]).any():
@@ -82,15 +81,15 @@ class BadSteps:
         """The error that ends the run."""
         return UserError(
             f'the loss or the gradient was not finite in {MAX_BAD_STEPS} consecutive steps (the '
-            'weights are those before them): lower --learning_rate, raise --warmup_iters or try '
+            'weights were left unchanged): lower --learning_rate, raise --warmup_iters or try '
             f'--dtype=float32, and inspect the text listed in {out_dir}/anomalies.jsonl; then '
             'continue with --init_from=resume, or from an earlier checkpoint with '
             '--checkpoint=best')
 
 
 class StepCounter:
-    """Counts the steps of an optimizer, and how often it has lost its state: a mistake in the code
-    around it, such as a second optimizer.step(), would train on in silence.
+    """Counts the steps of an optimizer, and how often it has lost its state: a bug such as a second
+    optimizer.step() would otherwise go unnoticed.
 
     step: a Step; iter_num: the iteration at which counting starts
     """
@@ -112,7 +111,7 @@ class StepCounter:
 
     def errors(self, iter_num):
         """{'missed_steps': updates without a step (below 0: too many steps), 'lost_states': …}
-        after iteration iter_num, as far as they are not 0"""
+        after iteration iter_num; only those that are not 0"""
         updates = iter_num - self.first_iter - self.step.bad_steps.updates_without_step
         errors = {'missed_steps': updates - self.steps, 'lost_states': max(0, self.new_states - 1)}
         return {key: value for key, value in errors.items() if value}

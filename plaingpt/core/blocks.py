@@ -65,7 +65,7 @@ saved_ops_contexts.cache_hash = str(SAVED_OPS)  # torch.compile's cache needs it
 
 def compile_blocks(model):
     """torch.compile each block separately; the rest runs eagerly. The blocks share a graph, so a
-    deep model compiles as fast as a shallow one. Call it after apply_activation_checkpointing and
-    before the model is wrapped."""
+    deep model compiles about as fast as a shallow one. Call it after
+    apply_activation_checkpointing and before the model is wrapped."""
     for block in model.transformer.h:
         block.compile()

@@ -47,7 +47,14 @@ from plaingpt.system.distributed import (
     local_rows,
 )
 from plaingpt.system.errors import UserError, warn
-from plaingpt.system.files import read_json, refuse_unknown, sha256_of, sync, write_json
+from plaingpt.system.files import (
+    read_json,
+    refuse_unknown,
+    sha256_of,
+    sync,
+    with_current_names,
+    write_json,
+)
 from plaingpt.system.formatting import quoted
 
 FORMAT_VERSION = 1
@@ -93,7 +100,7 @@ class Checkpoint:
     def settings(self):
         """The run's {setting: value}. Raises UserError if this version does not know one."""
         from plaingpt.core.settings import TrainConfig  # sampling does not need it
-        settings = self.state['config']
+        settings = with_current_names(self.state['config'])
         refuse_unknown(self.path, settings.keys() - {field.name for field in fields(TrainConfig)})
         return settings
 
@@ -322,7 +329,7 @@ class Saver:
     def _write(self, chunks, state, rng):
         final = self.out_dir / 'checkpoints' / f'iter-{state["iter_num"]:08d}'
         if all_gather(final.exists(), self.group)[0]:
-            # saved before its evaluation: the weights are there, only the losses are new
+            # it was saved before its evaluation: the weights exist, only the losses are new
             def update_state():
                 write_state(final, {**open_checkpoint(final).state, **state})
 

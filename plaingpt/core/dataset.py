@@ -397,7 +397,7 @@ def describe_batches(config, dataset, train_data, val_data):
     if config.minutes:
         minutes = count_of(f'{config.minutes:.3g}', 'minute')
         amounts.append(f'{minutes} (max_iters, lr_decay_iters and eval_interval have no effect; '
-                       'warmup ends after a tenth)')
+                       'warmup takes at most a tenth)')
     elif not amounts:
         amounts = describe_epochs(dataset, train_data, config.max_iters)
     lines = [f'{dataset.folder}: {tokens:,} training tokens, vocabulary {dataset.vocab_size:,} | '

@@ -17,13 +17,13 @@ from plaingpt.system.errors import UserError
 
 
 def evaluate(run, sequences):
-    """Measure the mean losses of both splits of a train.Run, on this many sequences of each. Raises
+    """Measure the mean losses of both splits of a Run, on this many sequences of each. Raises
     Stopped if a signal arrives.
 
     → {'train_loss', 'val_loss', 'val_stderr': the standard error of val_loss}"""
     model, context = run.step.model, run.step.autocast
     train_loss, _ = mean_loss(model, run.train_data, sequences, context, run.stop)
-    # one result per corpus of a mixture, usually one in all
+    # one result per corpus; a plain dataset is one corpus
     results = [mean_loss(model, loader, sequences, context, run.stop)
                for loader in run.val_data.components]
     losses, stderrs = zip(*results, strict=True)
@@ -42,7 +42,7 @@ def mean_loss(model, loader, sequences, context, stop=None, label=None):
     label: of a progress bar
     """
     model.eval()
-    stats = []  # (weight, loss) of each batch or sequence; weight: targets, in sequences
+    stats = []  # (weight, loss) of each batch or sequence; weight: number of targets / T
     for starts in tqdm(loader.eval_batches(sequences), label, leave=False,
                        disable=None if label and launched_world().is_main else True):
         if stop:

@@ -21,9 +21,10 @@ def use_chunked_loss(model, compile=False):
 def chunk_size(tokens, vocab_size, device_type):
     """The number of tokens whose logits are in memory at once.
 
-    On a CPU, their logits fit into the cache. On a GPU, it is one of CHUNK_SIZES, at most half of
-    the tokens: each chunk reads the head's weight and accumulates its gradient, which takes as long
-    as about 500 tokens."""
+    On a CPU, as many as fit into the cache. On a GPU, all tokens if their logits are few, else the
+    largest of CHUNK_SIZES that makes two chunks or more (the smallest if none does): each chunk
+    reads the head's weight and accumulates its gradient, which takes as long as about 500 tokens.
+    """
     if device_type == 'cpu':
         return min(tokens, max(MIN_CPU_CHUNK, CACHED_LOGITS // vocab_size))
     if tokens * vocab_size <= MIN_LOGITS:
@@ -52,8 +53,9 @@ def sum_of_chunks(model, x, targets, chunk, loss_of):
 
 
 def loss_in_chunks(model, x, targets, chunk=None, loss_of=loss_of_chunk, sum_of=sum_of_chunks):
-    """model.loss(model.logits(x), targets), computed for one chunk of tokens at a time. The forward
-    pass computes logits, loss and gradients of a chunk, so nothing is recomputed.
+    """model.loss(model.logits(x), targets), computed for one chunk of tokens at a time. In
+    training, the forward pass also computes the gradients of a chunk, so that the backward pass
+    recomputes nothing.
 
     x (B, T, C); targets (B, T); chunk: number of tokens, or None for chunk_size()"""
     x, targets = x.flatten(0, -2), targets.flatten()  # (N, C), (N,)

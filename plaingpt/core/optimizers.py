@@ -1,7 +1,7 @@
 """Optimizers: AdamW, SGD, Muon and NorMuon, and an EMA of the weights.
 
-To add one, write a function here and add it to OPTIMIZERS. Settings, checkpoints and memory plans
-need no change.
+To add one, write a function here and add it to OPTIMIZERS: --optimizer accepts it, checkpoints save
+its state, and plan.py traces its step.
 """
 
 import math
@@ -20,10 +20,10 @@ from plaingpt.system.distributed import is_sharded, local_rows
 def build_optimizer(model, config):
     """Build the optimizer that a TrainConfig names for a GPT's trainable parameters."""
     optimizer = OPTIMIZERS[config.optimizer](parameter_groups(model, config), config)
-    optimizer.tracks_ema = bool(config.average_decay)
+    optimizer.tracks_ema = bool(config.ema_decay)
     optimizer.averaged_steps = 0  # steps in the EMA of the weights
     if optimizer.tracks_ema:
-        track_ema(optimizer, config.average_decay)
+        track_ema(optimizer, config.ema_decay)
     return optimizer
 
 
@@ -59,7 +59,7 @@ def stacked_rows(name, p, gpt_config):
         rows = 2 * (gpt_config.mlp_width,)
     else:
         rows = (len(p),)
-    return rows if sum(rows) == len(p) else (len(p),)  # of another layer under that name
+    return rows if sum(rows) == len(p) else (len(p),)  # another kind of layer has this name
 
 
 def parameter_kind(name, p):
@@ -84,8 +84,8 @@ def without_dynamo(optimizer_class):
     return type(optimizer_class.__name__, (optimizer_class,), methods)
 
 
-# Each of these takes parameter_groups() and the TrainConfig and returns a torch.optim.Optimizer. If
-# the optimizer does not support `found_inf`, the host waits for the device to decide on skipping.
+# Each of these takes parameter_groups() and the TrainConfig and returns a torch.optim.Optimizer.
+# Without support for `found_inf`, the host waits in each step to learn whether to skip it.
 
 
 def adamw(groups, config):
@@ -105,8 +105,9 @@ def sgd(groups, config):
 
 
 def orthogonalize(matrices):
-    """Approximately orthogonalize matrices (…, R, C): keep the singular vectors and bring all
-    singular values between 0.7 and 1.2.
+    """Approximately orthogonalize matrices (…, R, C): keep the singular vectors, and bring singular
+    values between 0.68 and 1.2, except those below about 1/600 of the matrix's norm, which stay
+    smaller.
 
     Runs five Newton-Schulz iterations x ← a·x + b·(x xᵀ) x + c·(x xᵀ)² x (Jordan et al. 2024,
     https://kellerjordan.github.io/posts/muon), in bfloat16 where that is fast."""
@@ -268,8 +269,8 @@ OPTIMIZERS = {'adamw': adamw, 'sgd': sgd, 'muon': MuonAdamW,
 def track_ema(optimizer, decay):
     """Make each optimizer step update an exponential moving average (EMA) of the parameters,
     starting with the first step (Morales-Brotons et al. 2024, "Exponential Moving Average of
-    Weights in Deep Learning"). At a high learning rate, it is about as good as weights for which
-    the rate has decayed. The EMA is an optimizer state, so memory plans, sharding and checkpoints
+    Weights in Deep Learning"). At a constant high learning rate, it is about as good as weights
+    trained with a decayed one. It is an optimizer state, so memory plans, sharding and checkpoints
     include it."""
     @torch.no_grad()
     def update_ema(optimizer, *_):
@@ -312,7 +313,7 @@ def swap_with_ema(optimizer):
 
 def resume_ema(optimizer, averaged_steps):
     """Restore the EMA after a checkpoint's model and optimizer have been loaded; without
-    average_decay, drop it. averaged_steps: the number of steps that it includes"""
+    ema_decay, drop it. averaged_steps: the number of steps that it includes"""
     swap_with_ema(optimizer)
     optimizer.averaged_steps = averaged_steps
     if not optimizer.tracks_ema:

@@ -1,7 +1,7 @@
 """The progress of a run: the loop's counters, and a clock that measures how much is done.
 
-The clock's number from 0 to 1 drives the learning rate, the evaluations and the end of the run. It
-counts iterations or, with --minutes, time.
+The clock measures how much of the run is done, from 0 to 1: by iterations or, with --minutes, by
+time. At 1 the run ends. A timed run's learning rate follows the clock.
 """
 
 import math
@@ -16,7 +16,8 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import finite, setting
 
 NUM_EVALUATIONS = 10  # in a timed run, after the first one
-FINISHED = 'all iterations are done'  # the reasons for which a run ends by itself
+# the reasons for which a run ends by itself
+FINISHED = 'finished (max_iters reached)'
 TIME_UP = 'time is up'
 
 
@@ -82,7 +83,7 @@ class IterationClock:
         return {'left_s': None, 'evaluations': ()}
 
     def load_state_dict(self, state):
-        pass  # the number of iterations says it all
+        pass  # this clock needs only iter_num
 
     def read(self, iter_num):
         """The fraction of the run that is done after `iter_num` steps, from 0 to 1."""
@@ -104,7 +105,8 @@ class IterationClock:
 
 class MinuteClock(IterationClock):
     """The clock of a run of config.minutes, by rank 0's time. The time before the first step does
-    not count as progress. Time is reserved for the last evaluation, as much as earlier ones took.
+    not count as progress, but is part of the minutes. Time is reserved for the last evaluation: the
+    median of the last three.
 
     started_at: when this command was started
     """

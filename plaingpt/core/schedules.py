@@ -10,10 +10,12 @@ MAX_WARMUP = 0.1  # in a timed run, warmup takes at most this fraction of the ti
 
 def get_lr(it, config, fraction_done=None):
     """The learning rate at iteration `it` under a TrainConfig: linear warmup to learning_rate, then
-    the schedule down to min_lr at lr_decay_iters.
+    lr_schedule, which reaches min_lr at lr_decay_iters unless it is constant. With decay_lr=False,
+    learning_rate throughout.
 
     fraction_done: of the run. In a timed run (--minutes), the schedule runs over time instead of
-    iterations, and warmup ends at MAX_WARMUP at the latest."""
+    iterations. Warmup replaces its beginning, for warmup_iters but at most MAX_WARMUP of the time.
+    """
     if not config.decay_lr:
         return config.learning_rate
     is_timed = config.minutes > 0
@@ -61,9 +63,10 @@ def linear(position, warmup, end):
 
 def wsd(position, warmup, end, decay_share=0.2):
     """Warmup-stable-decay (Hu et al. 2024, section 4): constant, then linear decay over the last
-    fifth of the run, or over the last tenth with wsd:0.1."""
+    fifth of the schedule, or over the last tenth with wsd:0.1; never before the end of warmup."""
     if not 0 < decay_share <= 1:
-        raise ValueError('wsd:FRACTION is the last part of the run, above 0 and at most 1')
+        raise ValueError('wsd:FRACTION is the decaying part of the schedule: use a number above 0 '
+                         'and at most 1')
     decay_length = min(decay_share * end, end - warmup) or 1  # not longer than what follows warmup
     return max(0, min(1, (end - position) / decay_length))
 

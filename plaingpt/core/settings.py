@@ -18,6 +18,7 @@ from plaingpt.system.distributed import launched_world
 from plaingpt.system.files import is_hub_name
 from plaingpt.system.formatting import setting
 
+CheckMode = Literal['auto', 'overfit'] | bool
 INIT_MODES = 'scratch', 'resume', 'auto'  # values of init_from that are not a model
 # Settings that a comparison with a reference run leaves out: they do not change the expected loss,
 # or they are compared separately (dataset, tokens per step).
@@ -36,7 +37,7 @@ class TrainConfig(GPTConfig):
     out_dir: str = 'out'  # folder for checkpoints and metrics
     eval_interval: int = 2000  # iterations between evaluations
     eval_iters: int = 200  # batches per evaluation
-    log_interval: int = 1  # iterations between console lines
+    log_interval: int = 1  # iterations between log lines, in the console and in metrics.jsonl
     eval_tasks: str = ''  # lm_eval tasks to run at evaluations, such as hellaswag,lambada_openai
     eval_tasks_limit: int = 500  # examples per task; 0: all
     log_to: str = ''  # also log metrics to: wandb, trackio, tensorboard
@@ -48,7 +49,7 @@ class TrainConfig(GPTConfig):
     always_save_checkpoint: bool = True  # save after every evaluation, not only after a new best
     checkpoint_interval: Literal['auto'] | int = 'auto'  # steps between saves; auto: at evaluations
     patience: int = 0  # stop after this many evaluations without a new best; 0: never
-    check: Literal['auto', 'overfit'] | bool = 'auto'  # preflight; True: only it; overfit: 1 batch
+    check: CheckMode = 'auto'  # True: preflight only; False: skip it; overfit: train on one batch
     skip_checks: str = ''  # checks to skip, such as attention_is_causal,sequences_are_shuffled
     # data
     dataset: str = 'openwebtext'  # a name in data/, a path, or a mixture: code:0.3,prose:0.7
@@ -59,24 +60,24 @@ class TrainConfig(GPTConfig):
     # optimizer
     optimizer: Literal[*OPTIMIZERS] = 'adamw'  # muon, normuon: blocks' matrices; AdamW for the rest
     learning_rate: float = 6e-4  # peak learning rate (SGD needs about 100× AdamW's)
-    lr_scales: str = ''  # multipliers: embedding:8,ngram:1,head:2,vector:4 (head: if untied)
+    lr_scales: str = ''  # LR multipliers: embedding:8,ngram:1,head:2,vector:4 (norms, biases, conv)
     max_iters: int = 600000  # number of training steps
-    minutes: float = 0.0  # time limit, replaces max_iters; init_from=resume: additional minutes
+    minutes: float = 0.0  # train this many minutes, not max_iters; init_from=resume: that many more
     weight_decay: float = 1e-1  # for matrices and embeddings, not for biases and norms
     beta1: float = 0.9  # AdamW's decay of the first moment
     beta2: float = 0.95  # AdamW's decay of the second moment
-    momentum: float = 0.95  # for muon and sgd
+    momentum: float = 0.95  # momentum of Muon and SGD
     grad_clip: float = 1.0  # maximum gradient norm; 0: no clipping
-    average_decay: float = 0.0  # EMA decay of the weights; the EMA is evaluated and saved; 0: off
+    ema_decay: float = 0.0  # EMA decay of the weights; the EMA is evaluated and saved; 0: off
     # learning rate
     lr_schedule: Literal[*SCHEDULES] | str = 'cosine'  # wsd decays in the last 20%, wsd:0.1 in 10%
-    warmup_iters: int = 2000  # iterations of linear warmup; in a timed run, at most a tenth of it
+    warmup_iters: int = 2000  # iterations of linear warmup; at most a tenth of a timed run
     lr_decay_iters: Literal['auto'] | int = 'auto'  # iteration that reaches min_lr; auto: max_iters
     min_lr: Literal['auto'] | float = 'auto'  # final learning rate; auto: learning_rate / 10
     # system
     device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # precision of matmuls
-    compile: Literal['auto', 'blocks'] | bool = 'auto'  # torch.compile; blocks: block by block
+    compile: Literal['auto', 'blocks'] | bool = 'auto'  # torch.compile; blocks: each block alone
     activation_checkpointing: Literal[*CHECKPOINT_MODES] = 'none'  # recompute activations
     parallel: Literal['auto', 'ddp', 'fsdp'] = 'auto'  # ddp replicates the model, fsdp shards it
     seed: int = 1337  # for initialization, dropout and data order
@@ -99,7 +100,7 @@ class TrainConfig(GPTConfig):
         'block_size', 'n_layer', 'n_head', 'n_embd', 'ngram', 'norm_eps', 'rotary_base',
         'rotary_factor', 'rotary_length', 'eval_interval', 'eval_iters', 'log_interval',
         'checkpoint_interval', 'batch_size', 'gradient_accumulation_steps')
-    below_1 = ('dropout', 'beta1', 'beta2', 'momentum', 'average_decay')
+    below_1 = ('dropout', 'beta1', 'beta2', 'momentum', 'ema_decay')
     at_least_0 = (
         *below_1, 'vocab_size', 'conv', 'ngram_rows', 'n_kv_head', 'head_dim', 'n_inner',
         'eval_tasks_limit', 'patience', 'total_batch_size', 'learning_rate', 'max_iters', 'minutes',
@@ -126,7 +127,8 @@ class TrainConfig(GPTConfig):
         if not re.fullmatch(r'((embedding|ngram|head|vector):\d*\.?\d+(e[-+]?\d\d?)?(,|$))*',
                             self.lr_scales):
             problems.append(f'lr_scales={self.lr_scales}: must be kinds of weights with '
-                            'multipliers, such as embedding:8,ngram:1,head:2,vector:4')
+                            'multipliers, such as embedding:8,ngram:1,head:2,vector:4 (head: if '
+                            'untied; vector: norms, biases and convolutions)')
         return problems
 
     def conflicts(self):

@@ -1,5 +1,5 @@
 """The starting point of a run: scratch, pretrained weights, or a checkpoint to resume; and the
-settings and the architecture that it brings."""
+settings and the architecture that come with it."""
 
 import os
 import time

@@ -38,7 +38,7 @@ from plaingpt.system.files import is_hub_name
 from plaingpt.system.formatting import count_of, one_line, shown
 
 CONTINUOUS_FILES = 100  # fewer text files form one continuous text
-SURVEYED_DOCUMENTS = 100  # of these, and more, a tenth is close to a tenth of the text
+SURVEYED_DOCUMENTS = 100  # with so many documents, a tenth of them is about a tenth of the text
 MAX_NUL = 0.05  # fraction of NUL bytes in text; UTF-16 and binary files have more
 
 

@@ -21,7 +21,7 @@ from plaingpt.system.errors import progress_bar, warn
 from plaingpt.system.formatting import count_of, short
 
 BATCH_CHARS = 2**20  # that a thread encodes at a time
-# Validation text that is less than both says little about a model.
+# A validation split smaller than both of these says little about a model.
 MIN_VAL_SHARE = 0.1  # of val_fraction
 MIN_VAL_TOKENS = 10_000
 
@@ -140,9 +140,9 @@ class TextEncoder:
     dtype: np.dtype
 
     def encode(self, batch, max_train_tokens=math.inf, has_val=True):
-        """[Piece] → {split: Encoded}. The document that exceeds
-        max_train_tokens is truncated, and what follows is not encoded, except that there must be a
-        piece of validation text, unless earlier batches had one (has_val)."""
+        """[Piece] → {split: Encoded}. The document that exceeds max_train_tokens is truncated.
+        After it, only validation text is encoded, until there is a piece of it. has_val: whether an
+        earlier batch had one"""
         arrays = {split: [] for split in SPLITS}
         documents, sizes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
         remaining = max_train_tokens

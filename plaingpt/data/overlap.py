@@ -28,8 +28,8 @@ FACTORS = np.random.default_rng(0).integers(-2**63, 2**63, size=WINDOW)
 def compare_splits(dataset, other):
     """How much of the validation split of a dataset is in the training split of `other`, which may
     be the same → {'in_train': fraction of its tokens}, or if documents are shorter than a window on
-    average also 'lines_in_train', the fraction of its lines. What is too short to compare is left
-    out: where its lines are, too, that no window is in both says nothing."""
+    average also 'lines_in_train', the fraction of its lines. A fraction is left out if the text is
+    too short to measure it; without lines to compare, a fraction of 0 windows is left out, too."""
     train, val = other.split('train'), dataset.split('val')
     overlap = find_overlap(train, val)
     shares = {} if overlap is None else {'in_train': overlap}

@@ -142,8 +142,8 @@ def write_progress(job, **progress):
 
 
 def read_progress(folder, command, overwrite):
-    """The progress of the same command, or {}; then the folder is emptied. Raises UserError if
-    another command left its progress, unless `overwrite`."""
+    """The progress of the same command. If there is none, empty the folder and return {}. Raises
+    UserError if another command left its progress, unless `overwrite`."""
     path = folder / 'progress.json'
     progress = read_json(path) if path.exists() else {}
     if (progress.get('version'), progress.get('command')) == (PROGRESS_VERSION, command):

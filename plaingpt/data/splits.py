@@ -49,9 +49,9 @@ def select_documents(source, fraction):
     so those below a threshold are `fraction` of the documents. A document is selected by its own
     text: adding or removing others leaves its split.
 
-    Documents may be so few that this is nothing, less than half of `fraction` or more than half of
-    the text. Then as many as reach `fraction` are selected, in the order of their hashes, without
-    those that would bring it above half."""
+    Of few documents, a threshold may select none, less than half of `fraction`, or more than half
+    of the text. Then they are selected in the order of their hashes until they reach `fraction`,
+    skipping those that would exceed half of the text."""
     threshold = math.ceil(fraction * 2**64)
     sizes, is_complete = source.survey
     if not is_complete:

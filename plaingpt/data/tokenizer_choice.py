@@ -27,15 +27,15 @@ from plaingpt.system.formatting import count_of, join_surrogates
 
 NAMES = 'char, byte, gpt2, bpe or bpe:VOCAB_SIZE'
 UNTRAINED = 'gpt2', 'byte'  # the same for every text
-BPE_VOCAB_SIZE = 8192  # of plain 'bpe'
+BPE_VOCAB_SIZE = 8192  # of --tokenizer=bpe
 BPE_SAMPLE_BYTES = 50_000_000  # train a BPE on about this much text at most
 # Training takes 30 to 120 bytes of memory per byte of distinct words. English has few of them. In
 # Chinese, which has no spaces, all text between two punctuation marks is one word, and most differ.
 BPE_WORD_BYTES = 7_000_000  # approximate limit on the distinct words in a sample
 PROBE_BYTES = 4_000_000  # of the text, to measure its distinct words
 BLOCK_CHARS = 4096  # of a sample
-# About a word of PATTERN, for Python's re, where \w is a letter, a digit or _. Most of what is none
-# of them between U+0300 and U+1FFF is a mark, which stays in its word.
+# Approximates the words of PATTERN with Python's re, where \w is a letter, a digit or _. Most other
+# characters between U+0300 and U+1FFF are marks, which stay in their word.
 WORD = re.compile(r'[^\w\r\n]?(?:[^\W\d_]|[^\w\s\0-\u02ff\u2000-\U0010ffff])+|\d'
                   r'| ?(?:[^\w\s]|_)+[\r\n]*|\s+')
 CHECKED_CHARS = 2**20  # of the text, which an existing tokenizer must reproduce

@@ -35,10 +35,10 @@ class Tokenizer:
 
 
 class ListTokenizer(Tokenizer):
-    """A list of strings: characters, words, chess moves, notes. The longest one that matches comes
-    next in a text. If some are words, longer than a character and not names such as <eos>, and no
-    token contains a space, spaces separate words: encode skips white space that is not a token,
-    and decode writes a space before each word."""
+    """A list of strings: characters, words, chess moves, notes. Text is encoded by longest match.
+    If some tokens are words, longer than a character and not names such as <eos>, and no token
+    contains a space, spaces separate words: encode skips white space that is not a token, and
+    decode writes a space before each word."""
 
     UNKNOWN = '<unk>', '<UNK>', '[UNK]'
     NAME = re.compile(r'<[^<>]+>|\[[^\[\]]+\]')

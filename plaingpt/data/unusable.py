@@ -11,8 +11,8 @@ MAX_EXAMPLES = 3  # listed per reason
 
 
 class Unusable(UserError):
-    """A file or row that cannot be used. reason: by which they are counted; details: of this one,
-    and what to do"""
+    """A file or row that cannot be used. reason: what is counted; details: about this one, and what
+    to do"""
 
     def __init__(self, where, reason, details=''):
         super().__init__(f'{where}: {reason}{details}')
@@ -30,7 +30,8 @@ class Tally:
         self.total, self.counts, self.examples = 0, Counter(), {}
 
     def skip(self, problem):
-        """Count an Unusable. Raises UserError if nothing else has come so far."""
+        """Count an Unusable. Raises UserError if all so far, EARLY_STOP or more, are unusable.
+        """
         if self.strict:
             raise problem
         self.counts[problem.reason] += 1

@@ -10,9 +10,9 @@ from plaingpt.monitoring.references import p_value, t_quantile
 def compare(runs):
     """Runs → a dict per variant. loss, loss_error: mean over seeds and its standard error; change,
     change_error: the same for the differences from the first variant, paired by seed; half_width:
-    of the 95% interval of this change alone; p_value: of a paired t-test; significant: whether that
-    is so after Holm's correction for all variants; step_ms, iterations: medians. None stands for
-    unknown, and `problem` says why."""
+    of the 95% interval of this change alone; p_value: of a paired t-test; significant: whether the
+    change is significant after Holm's correction for all variants; step_ms, iterations: medians.
+    None stands for unknown, and `problem` says why."""
     groups = {}
     for run in runs:
         groups.setdefault(run['variant'], []).append(run)
@@ -43,9 +43,9 @@ def compare(runs):
 
 
 def correct_for_comparisons(rows):
-    """Set `significant` of the rows with a p-value, so that among variants that all equal the first
-    one, any is significant in at most 5% of comparisons (Holm 1979): the smallest of n p-values
-    must be below 0.05 / n, the next one below 0.05 / (n - 1), and so on."""
+    """Set `significant` of the rows with a p-value (Holm 1979): the smallest of n p-values must be
+    below 0.05 / n, the next one below 0.05 / (n - 1), and so on. If no variant differs from the
+    first one, this calls any of them significant in at most 5% of experiments."""
     tested = sorted((row for row in rows if row['p_value'] is not None),
                     key=lambda row: row['p_value'])
     significant = True

@@ -13,7 +13,7 @@ from plaingpt.system.formatting import command_for, gib, one_line
 
 def fit_to_memory(build, config, gpt_config, dtype, device):
     """Resolve parallel=auto and batch_size=auto in the TrainConfig of a run. Raises UserError if a
-    step takes more memory than is free. build: of train.py"""
+    step is planned not to fit (see fit_by_plan). build: of train.py"""
     world = launched_world()
     if config.parallel == 'fsdp' and not world.launched:
         raise UserError('parallel=fsdp needs several processes; launch them with torchrun')
@@ -21,9 +21,9 @@ def fit_to_memory(build, config, gpt_config, dtype, device):
     with parameters_on_meta():
         gpt = GPT(gpt_config)
     shards = 1 if config.parallel == 'ddp' else world.size
-    least = 8 * sum(p.numel() for p in gpt.parameters()) // shards
-    if least > available:
-        refuse(config, f'weights and gradients need {gib(least)}', available)
+    min_bytes = 8 * sum(p.numel() for p in gpt.parameters()) // shards
+    if min_bytes > available:
+        refuse(config, f'weights and gradients need {gib(min_bytes)}', available)
     has_choice = config.batch_size == 'auto' or config.parallel == 'fsdp'
     if not has_choice and most_bytes(gpt, config.batch_size * config.block_size) < available:
         return config
@@ -31,10 +31,10 @@ def fit_to_memory(build, config, gpt_config, dtype, device):
     planner = Planner(build, gpt_config, dtype, device.type)
     try:
         return fit_by_plan(planner, config, device, available)
-    except Exception as error:  # a plan guards a run: one that cannot be made does not stop it
+    except Exception as error:  # the plan is a safeguard: if planning fails, the run still starts
         if has_choice or isinstance(error, UserError) or is_out_of_memory(error):
             raise
-        print0(f'warning: the memory of a step was not planned: {one_line(error)}')
+        print0(f'warning: could not plan the memory of a step: {one_line(error)}')
         return config
 
 
@@ -52,7 +52,7 @@ def most_bytes(gpt, tokens):
 
 
 def refuse(config, need, available):
-    """Raise a UserError, unless the run makes no step."""
+    """Raise a UserError, unless the run only evaluates."""
     if not config.eval_only:
         raise UserError(
             f'batch_size={config.batch_size}, n_layer={config.n_layer}, n_embd={config.n_embd}: '
@@ -64,7 +64,7 @@ def fit_by_plan(planner, config, device, available):
     """Resolve parallel=auto and batch_size=auto in a TrainConfig. available: bytes per process.
 
     Raises UserError if a step does not fit. On CUDA, only weights, gradients and optimizer states
-    must fit by plan, because the GPU itself reports if the rest does not."""
+    are counted, because the GPU reports itself if the activations do not fit."""
     is_auto = config.batch_size == 'auto'
     config = planner.resolve(config, available)
     if config.world_size() > 1:

@@ -20,11 +20,11 @@ from plaingpt.system.distributed import launched_world
 from plaingpt.system.errors import UserError, print_line, warn
 from plaingpt.system.files import ROOT, append_text
 
-EXIT_STATUS = {'BETTER': 0, 'NOT SHOWN': 3, 'WORSE': 4}
-# Options of a short run of each side, before the others. A mistake or a broken change fails there,
-# and it fills the compiler's caches; otherwise a timed run would spend its time on that.
+EXIT_STATUS = {'BETTER': 0, 'INCONCLUSIVE': 3, 'WORSE': 4}
+# Options of a short run of each side before the judged runs. A mistake or a broken change fails
+# there, and the compiler's caches are filled, which would otherwise take part of a timed run.
 WARM_UP = ['--max_iters=2', '--warmup_iters=0', '--minutes=0']
-# Options of judged runs. None changes the loss after a step, but what they turn off takes time.
+# Options of judged runs. They turn off what takes time and does not change the loss of a step.
 JUDGED = ['--film=False', '--report=False', '--log_to=', '--wandb_log=False', '--eval_tasks=',
           '--always_save_checkpoint=False', '--checkpoint_interval=1000000000', '--clock=training']
 MAX_STEP_RATIO = 1.03  # if one side trained for more steps than the other, the verdict says so
@@ -117,7 +117,8 @@ def make_sides(trees, argv, minutes, seeds):
         sides.append(replace(both, name=side, argv=args, tree=tree))
     for option in argv:
         if option.startswith('--') and option not in accepted['base']:
-            print_line(f'{option}: for the change alone; the base does not accept it', sys.stderr)
+            print_line(f'{option}: passed to the change only: the base does not accept it',
+                       sys.stderr)
     if minutes and '--clock=training' not in accepted['base']:
         warn('the base is from before --clock: the minutes of both sides include setup, '
              'evaluations and saves')
@@ -153,18 +154,21 @@ def find_verdict(comparison, minutes):
     """From compare(runs of both sides) → (verdict, its explanation). minutes: of each run, or 0"""
     base, change = comparison
     if not change['significant']:
-        verdict = 'NOT SHOWN'
+        verdict = 'INCONCLUSIVE'
     elif change['change'] < 0:
         verdict = 'BETTER'
     else:
         verdict = 'WORSE'
     explanation = f'{base["iterations"]:,.0f} steps of the base and ' \
                   f'{change["iterations"]:,.0f} of the change (medians)'
+    if verdict == 'INCONCLUSIVE':
+        explanation = f'no significant difference; {explanation}'
     if minutes:
         explanation += f' in {minutes:g} min each'
         remedy = 'leave out --minutes'
     else:
-        explanation += f', which took {change["step_ms"] / base["step_ms"]:.2f} times as long each'
+        explanation += f'; a step of the change took {change["step_ms"] / base["step_ms"]:.2f} ' \
+                       'times as long'
         remedy = 'set --max_iters, and --patience=0'
     ratio = change['iterations'] / base['iterations']
     if not 1 / MAX_STEP_RATIO < ratio < MAX_STEP_RATIO:

@@ -1,8 +1,11 @@
 """Plan the memory of a training step before it runs.
 
-The step is train.py's: its build() makes a model and a Step of fake tensors, which have no data,
-and the Step runs at its real size under torch's memory tracker. So an edit of model.py, of Step or
-of an optimizer is planned like the original. Nothing is compiled; a compiled step takes less.
+The step is train.py's: its build() makes a model and a Step of fake tensors, which have sizes but
+no data, and the Step runs under torch's memory tracker. So a plan follows edits of model.py, of
+Step and of optimizers. Some things are approximated: operations whose GPU kernels take other memory
+are replaced (gpu_kernels), the loss has at most three chunks, and the memory of FSDP's
+communication and of the gradients that DDP keeps is added. Nothing is compiled; a compiled step
+takes less.
 """
 
 import math
@@ -54,8 +57,7 @@ def fake_world(processes):
 @contextmanager
 def fake_job(shards):
     """A context, also inside of a real job, in which build() and Step never wait for other
-    processes. They act as one of the processes of FSDP, for so many shards, or if 0 as in a single
-    process."""
+    processes. They act as one of `shards` processes of FSDP or, if 0, as a single process."""
     world, mesh = distributed_c10d._World(), None
     if shards:
         world, mesh = fake_world(shards)
@@ -76,7 +78,8 @@ def token_batches(batch_size, block_size, device):
 def trace(build, gpt_config, config, dtype, micro_steps):
     """Trace a step on fake tensors: {phase: {category: bytes at the peak of the phase}}.
 
-    micro_steps: 2 for any gradient accumulation, where each but the first has gradients"""
+    micro_steps: 1, or 2 for any gradient accumulation: from the second micro-batch on, gradients
+    exist in the forward pass"""
     device = torch.device('cpu')
     use_fsdp = config.parallel == 'fsdp'
     job = fake_job(config.world_size() if use_fsdp else 0)
@@ -261,7 +264,7 @@ class Planner:
         parallel, shards = 'ddp', 1
         if config.parallel == 'fsdp':
             parallel, shards = 'fsdp', world_size
-        is_ddp = world_size > shards  # its gradients are never freed
+        is_ddp = world_size > shards  # DDP's gradients are never freed
         micro_steps = 2 if config.accumulation() > world_size or is_ddp else 1
         # Settings that do not affect memory get a fixed value, so that plans share traces.
         config = replace(config, parallel=parallel, gradient_accumulation_steps=shards,

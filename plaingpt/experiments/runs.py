@@ -38,17 +38,17 @@ from plaingpt.system.files import ROOT, lock_output_dir, read_json, sha256_of, w
 from plaingpt.system.formatting import count_of
 
 LISTS = ROOT / 'config' / 'variants'
-# Settings that change where metrics go, but not the metrics; and those that the weights, the data
-# and the device of inputs_of() stand for.
+# Settings that change where metrics go, but not the metrics; and settings whose effect inputs_of()
+# records as weights, data and device.
 NOT_INPUTS = {'out_dir', 'log_to', 'wandb_log', 'wandb_project', 'wandb_run_name',
               'init_from', 'checkpoint', 'dataset', 'device'}
+FINISHED_1_0 = 'all iterations are done'  # FINISHED in version 1.0, which may be judged
 NOT_RECORDED = {'film': False, 'report': False}  # settings of compared runs
 
 
 @dataclass
 class Variant:
-    """What is trained for a row of a table: with each of the seeds, the code in `tree` is called
-    with the arguments `argv`."""
+    """A row of a table: the runs of the code in `tree` with the arguments `argv`, one per seed."""
 
     name: str
     argv: list
@@ -223,10 +223,10 @@ def checksum_of(paths):
 
 
 def has_ended(folder):
-    """Whether there is a completed run whose logs have what summarize needs."""
+    """Whether `folder` has a completed run whose logs have what summarize() needs."""
     rows = read_rows(Path(folder, 'metrics.jsonl'))
     run = read_run(folder)
-    return run.get('ending', '').startswith((FINISHED, TIME_UP, 'patience')) \
+    return run.get('ending', '').startswith((FINISHED, FINISHED_1_0, TIME_UP, 'patience')) \
         and any('val_loss' in row for row in rows) and rows[-1]['iter'] > 0
 
 

@@ -2,8 +2,8 @@
 
 The cache keeps the keys and values of earlier tokens, so a step runs the model on one token only.
 When the context would exceed block_size, its first half is dropped and the remainder is prefilled
-again, so at least half of block_size stays in context. GPT.generate() slides by one token instead:
-up to block_size tokens, both continue a prompt with the same likeliest tokens.
+again, so at least half of block_size stays in context. GPT.generate() slides by one token instead.
+Up to block_size tokens, both decode greedily to the same tokens.
 """
 
 import functools

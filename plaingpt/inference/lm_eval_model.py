@@ -30,7 +30,7 @@ def share(answer, requests, batch_size, group=None, before_slice=lambda: None):
     """Answer `requests` → a list of answers, on all processes of a group, which share the work.
 
     answer(requests): → answers
-    group: a gloo_group(); lm_eval itself knows of one process only
+    group: a gloo_group(); lm_eval itself runs as a single process
     before_slice: called equally often in all processes; may raise to stop the evaluation
     """
     world = launched_world()

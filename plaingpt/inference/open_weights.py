@@ -140,7 +140,7 @@ def open_generator(choice, compile=False):
     from plaingpt.inference.generation import CompiledStep, check_cache, prepare_for_generation
     from plaingpt.inference.text_generator import TextGenerator
     device, _ = choose_device(choice.device)
-    use_compile, compile_why = choose_compile(compile, device)
+    use_compile, compile_reason = choose_compile(compile, device)
     prepare_device(device)
     model, tokenizer, weights = load(choice)
     model = model.to(device)
@@ -148,7 +148,7 @@ def open_generator(choice, compile=False):
     summary = f'{weights.source} | {model.num_parameters():,} parameters | device {device} | ' \
               f'dtype {dtype}'
     if compile:
-        summary += f' | compile {use_compile} ({compile_why})'
+        summary += f' | compile {use_compile} ({compile_reason})'
     print(summary)
     check_cache(model)
     if device.type == 'cpu' and model.config.n_embd < MIN_MULTITHREAD_CHANNELS:

@@ -203,7 +203,7 @@ class TextGenerator:
         """A text of at most block_size tokens → [(token, its log-probability in nats)].
 
         The text follows the end-of-text token; if the tokenizer has none, the first token has None.
-        A byte that is no character alone is shown as \\xe2. Raises UserError.
+        A byte that is not a character on its own is shown as \\xe2. Raises UserError.
         """
         if not isinstance(text, str) or not text:
             raise UserError(f'logprobs({text!r:.99}): expected a text')

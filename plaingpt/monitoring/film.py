@@ -2,7 +2,8 @@
 
 A snapshot is a line of film.jsonl: the loss of each token of a validation passage, with the most
 likely tokens at its position; the attention weights, (L, H, T, T) bytes in base64, where 255 is 1,
-unless an attention of one's own hides them; and a sample. plot.py --film makes a page of them.
+if attention calls F.scaled_dot_product_attention; and a sample. plot.py --film makes a page of
+them.
 """
 
 import base64
@@ -25,7 +26,7 @@ SAMPLE_TOKENS = 30  # length of a sample
 
 
 class Film:
-    """Records snapshots of a train.Run's model.
+    """Records snapshots of a Run's model.
 
     sampler: a Sampler, which writes the samples"""
 

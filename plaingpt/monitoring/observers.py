@@ -1,5 +1,6 @@
 """Observers of a run: health checks, samples and benchmarks, and the film. They look at the model
-and return numbers and texts to log; the run's weights and random state are left unchanged."""
+and return numbers and texts to log. They leave weights and random state unchanged, but take time,
+which counts in a timed run."""
 
 import math
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ MIN_HEALTH_CHECKS = 5  # even in a short run, because a curve needs a few points
 
 
 class Observers:
-    """The observers of a train.Run. Benchmarks run on all processes, the others on rank 0. If the
+    """The observers of a Run. Benchmarks run on all processes, the others on rank 0. If the
     model is sharded, it is gathered for health checks only if report=True."""
 
     def __init__(self, run):

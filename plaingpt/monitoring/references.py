@@ -10,7 +10,7 @@ from functools import cache
 from math import atan2, cos, pi, sqrt
 
 from plaingpt.monitoring.run_record import rows_with
-from plaingpt.system.files import ROOT
+from plaingpt.system.files import ROOT, with_current_names
 
 FOLDER = ROOT / 'docs/references'
 
@@ -21,7 +21,8 @@ def recipe_of(run, without_effect):
     config = run['config']
     source = run['data'].get('source', {})
     without_effect = {*without_effect, 'init_from'}
-    settings = {key: value for key, value in run['changed'].items() if key not in without_effect}
+    settings = {key: value for key, value in with_current_names(run['changed']).items()
+                if key not in without_effect}
     step_tokens = config['total_batch_size'] or (
         config['batch_size'] * config['block_size'] * config['gradient_accumulation_steps'])
     return {'corpus': source.get('corpus') or run['data']['folder'],
@@ -35,7 +36,9 @@ def find_reference(run, without_effect):
     recipe = recipe_of(run, without_effect)
     for path in FOLDER.glob('*.csv'):
         header, *_ = path.read_text(encoding='utf-8').splitlines()
-        if json.loads(header.removeprefix('#')) == recipe:
+        reference = json.loads(header.removeprefix('#'))
+        reference['settings'] = with_current_names(reference.get('settings', {}))
+        if reference == recipe:
             return path.stem
     return None
 
@@ -80,12 +83,11 @@ def read_band(run):
 
 
 def compare(rows, run):
-    """How a run compares with its reference: the predicate of a sentence."""
+    """How a run compares with its reference: a line of a report."""
     limits = {iter_num: (low, high) for iter_num, low, high in read_band(run)}
     evaluations = [row for row in rows_with(rows, 'val_loss') if row['iter'] in limits]
     if not evaluations:
-        return 'has no reference run: nothing in docs/references/ matches its settings, dataset ' \
-               'and evaluations'
+        return 'no reference curve for this recipe'
     iter_num, loss = evaluations[-1]['iter'], evaluations[-1]['val_loss']
     low, high = limits[iter_num]
     if loss > high:
@@ -94,5 +96,5 @@ def compare(rows, run):
         place = 'below (better than)'
     else:
         place = 'inside'
-    return f'is {place} the reference band of {run["reference"]}: {loss:.4f} at iteration ' \
+    return f'{place} the reference band of {run["reference"]}: {loss:.4f} at iteration ' \
            f'{iter_num} (95% prediction interval for a new seed: {low:.4f} to {high:.4f})'

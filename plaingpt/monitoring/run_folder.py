@@ -22,7 +22,7 @@ from plaingpt.system.formatting import command_for, quoted
 
 
 def open_run_folder(run):
-    """Archive what this train.Run would overwrite, and write its initial run.json. Returns the
+    """Archive what this Run would overwrite, and write its initial run.json. Returns the
     contents of run.json. Only rank 0 writes, and a run that only evaluates does not."""
     config, progress, resumed = run.config, run.progress, run.start.resumed
     out_dir = Path(config.out_dir)
@@ -50,7 +50,7 @@ def open_run_folder(run):
 
 
 def describe_run(run):
-    """The contents of run.json for a train.Run."""
+    """The contents of run.json for a Run."""
     config, dataset = run.config, run.dataset
     if run.start.resumed:
         from_scratch = read_run(config.out_dir).get('from_scratch', True)
@@ -139,8 +139,9 @@ def closing_lines(run, ending):
         return [f'{ending}: stopped after iteration {iter_num}; to resume: '
                 f'{command_for("train")} {out_dir_option} --init_from=resume']
     if run.start.resumed and run.start.checkpoint.iter_num == iter_num:
-        return [f'this run is already finished: no step after iteration {iter_num} ({ending}); '
-                'to continue, raise --max_iters or --minutes, or set --patience=0']
+        reason = f'{iter_num} of {run.config.max_iters}' if ending == FINISHED else ending
+        return [f'this run is already finished ({reason}); to continue, raise --max_iters or '
+                '--minutes, or set --patience=0']
     lines = []
     if ending not in (FINISHED, TIME_UP):
         lines.append(f'stopped after iteration {iter_num}: {ending}')

@@ -87,7 +87,7 @@ def describe(name, rows, run):
                         f'best {best["val_loss"]:.4f} at iteration {best["iter"]}')
     if 'ending' in run:
         progress.append(run['ending'])
-    return ['; '.join(progress), *diagnose(rows, run).values(), f'{name} {compare(rows, run)}']
+    return ['; '.join(progress), *diagnose(rows, run).values(), compare(rows, run)]
 
 
 # -----------------------------------------------------------------------------

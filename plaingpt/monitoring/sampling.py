@@ -10,7 +10,7 @@ SAMPLE_QUESTIONS = 3  # validation questions that a fine-tuned model answers in 
 
 
 class Sampler:
-    """Writes samples with the model of a train.Run: a text, or answers to questions. Raises
+    """Writes samples with the model of a Run: a text, or answers to questions. Raises
     UserError if the dataset has no tokenizer."""
 
     def __init__(self, run):

@@ -47,7 +47,7 @@ def choose_device(requested, local_rank=0):
 
 def cpu_has_bfloat16():
     """Whether the CPU multiplies bfloat16 in hardware (x86 AVX-512/AMX, Arm)."""
-    # An old torch does not report this; float32 is the safe choice then.
+    # An old torch does not report this; then float32 is the safe choice.
     capabilities = getattr(torch.cpu, 'get_capabilities', dict)()
     return any(capabilities.get(name) for name in ('avx512_bf16', 'amx_bf16', 'bf16'))
 
@@ -55,7 +55,7 @@ def cpu_has_bfloat16():
 def choose_dtype(requested, device, n_embd, training=False):
     """'auto' or a name in `DTYPES` → (name, reason): the autocast dtype."""
     if requested == 'bfloat16' and device.type == 'cpu' and not cpu_has_bfloat16():
-        return requested, 'as requested, but not in hardware on this CPU: float32 is much faster'
+        return requested, 'as requested; this CPU has no bfloat16 hardware: float32 is much faster'
     if requested != 'auto':
         return requested, 'as requested'
     if device.type == 'cuda':
@@ -109,7 +109,7 @@ def eager(compile):
 
 
 def autocast(device, dtype):
-    """The autocast context of forward passes: matmuls in `dtype`, the rest in float32."""
+    """The autocast context of forward passes: matmuls in `dtype`, reductions in float32."""
     if dtype == 'float32':
         return nullcontext()
     return torch.autocast(device.type, dtype=DTYPES[dtype])

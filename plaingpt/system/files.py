@@ -10,6 +10,7 @@ from pathlib import Path
 from plaingpt.system.errors import UserError, warn
 
 ROOT = Path(__file__).resolve().parents[2]  # has train.py, config/ and docs/references/
+RENAMED_SETTINGS = {'average_decay': 'ema_decay'}  # {name in version 1.0: name}
 
 
 def is_hub_name(name):
@@ -50,6 +51,11 @@ def refuse_unknown(path, names):
     if names:
         raise UserError(f'{path}: written by another version of plainGPT: unknown '
                         f'{", ".join(sorted(names))}; use the version that wrote it')
+
+
+def with_current_names(settings):
+    """{setting: value}, possibly written by an earlier version, with the names of this version."""
+    return {RENAMED_SETTINGS.get(name, name): value for name, value in settings.items()}
 
 
 def append_line(path, value):

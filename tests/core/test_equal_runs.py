@@ -21,7 +21,7 @@ STEP = options(batch_size=2, gradient_accumulation_steps=6, eval_iters=6, check=
 NEWER = options(optimizer='normuon', rotary=True, rmsnorm=True, qk_norm=True, mlp='relu2',
                 tied_head=False, zero_init=True, lr_schedule='wsd', conv=4,
                 value_embeddings=True, ngram_rows=50,
-                document_attention=True, average_decay=0.5)
+                document_attention=True, ema_decay=0.5)
 RECIPES = {
     'gpt2': ['--dataset=data/char'],
     'newer': ['--dataset=data/documents', *NEWER],

@@ -213,7 +213,7 @@ def half(char_data, tmp_path_factory):
     """The out_dir of a run with an average, which has stopped after 3 of 6 iterations."""
     out_dir = tmp_path_factory.mktemp('half') / 'out'
     train.main([*TINY, f'--dataset={char_data}', f'--out_dir={out_dir}', '--check=False',
-                '--average_decay=0.9', '--max_iters=3'])
+                '--ema_decay=0.9', '--max_iters=3'])
     return out_dir
 
 
@@ -221,7 +221,7 @@ def half(char_data, tmp_path_factory):
 def averaging(tiny, half, tmp_path):
     """The command line of that run, with its own copy of the folder."""
     shutil.copytree(half, tmp_path / 'out')
-    return [*tiny, '--average_decay=0.9']
+    return [*tiny, '--ema_decay=0.9']
 
 
 def test_a_resumed_average_counts_the_steps_before(averaging, tmp_path):
@@ -232,7 +232,7 @@ def test_a_resumed_average_counts_the_steps_before(averaging, tmp_path):
 
 
 def test_a_run_can_end_its_average(averaging, tiny, trained, tmp_path):
-    train.main([*tiny, '--init_from=resume', '--average_decay=0'])
+    train.main([*tiny, '--init_from=resume', '--ema_decay=0'])
     assert same(weights(tmp_path / 'out'), weights(trained))
 
 

@@ -112,7 +112,7 @@ def test_muon_in_bfloat16_on_two_processes_differs_by_a_small_part_of_the_update
         parallel, run, tmp_path, monkeypatch):
     # A gradient that is one rounding error larger does as much to a run of one process.
     monkeypatch.setattr(optimizers, 'cpu_has_bfloat16', lambda: True)
-    argv = options(optimizer='muon', average_decay=0.9, learning_rate=6e-3, max_iters=20,
+    argv = options(optimizer='muon', ema_decay=0.9, learning_rate=6e-3, max_iters=20,
                    eval_interval=10, warmup_iters=0)
     run('one', *argv, processes=1)
     run('two', *argv, f'--parallel={parallel}')

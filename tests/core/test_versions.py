@@ -60,6 +60,14 @@ def test_a_run_of_1_0_is_resumed(each):
     assert checkpoints.find('run').state['sequences'] == 9 * 8
 
 
+def test_a_setting_of_1_0_that_has_another_name_now_has_not_changed(each, capsys):
+    checkpoint = checkpoints.find('run')
+    train.main([*SAME, '--max_iters=7'])
+    assert 'ema_decay' not in capsys.readouterr().out
+    after = checkpoints.find('run').state['config']
+    assert after['ema_decay'] == checkpoint.state['config']['average_decay']
+
+
 def test_numbers_of_1_0_that_auto_would_give_are_read_as_auto(old, capsys):
     train.main([*SAME, '--max_iters=9', '--learning_rate=3e-4'])
     printed = capsys.readouterr().out

@@ -59,7 +59,7 @@ def judged(monkeypatch, char_data):
 
 
 @pytest.mark.parametrize('change, code, verdict', [
-    (BETTER, 0, 'BETTER'), (WORSE, 4, 'WORSE'), (SAME, 3, 'NOT SHOWN')])
+    (BETTER, 0, 'BETTER'), (WORSE, 4, 'WORSE'), (SAME, 3, 'INCONCLUSIVE')])
 def test_a_judgement_is_an_exit_code(change, code, verdict, judged, capsys):
     assert judged(change)[0] == code
     printed = capsys.readouterr().out

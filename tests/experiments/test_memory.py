@@ -108,7 +108,7 @@ def test_an_edit_of_the_step_is_planned(monkeypatch):
     ('adamw', 2, 'float16'), ('sgd', 1, 'float32'), ('muon', None, 'bfloat16')])
 def test_optimizers_and_precisions_are_planned(optimizer, states, dtype):
     shape = replace(SMALL, n_layer=1)
-    plan = predict(shape, settings(shape, optimizer=optimizer, average_decay=0.9), dtype, 'cuda')
+    plan = predict(shape, settings(shape, optimizer=optimizer, ema_decay=0.9), dtype, 'cuda')
     sizes = plan.phases['between steps']
     if states:
         expected = (states + 1) * sizes['weights']
@@ -187,7 +187,7 @@ def test_no_plan_is_made_only_where_a_step_certainly_fits():
     logits = replace(UNTIED, n_embd=96, vocab_size=50257)
     heads = replace(UNTIED, n_head=48, value_embeddings=True)
     many = settings(SMALL, 8, 2)
-    update = settings(SMALL, 1, optimizer='normuon', average_decay=0.9)
+    update = settings(SMALL, 1, optimizer='normuon', ema_decay=0.9)
     for shape, config, dtype, device in ((logits, many, 'float32', 'cuda'),
                                          (heads, many, 'bfloat16', 'cpu'),
                                          (heads, update, 'float32', 'cpu')):
@@ -207,7 +207,7 @@ def test_a_step_that_cannot_be_planned_trains(tiny, capsys, monkeypatch, free):
     free(MiB)
     monkeypatch.setattr(memory, 'Planner', Planner)  # whose traces no other test shares
     train.main([*tiny, '--check=False'])
-    assert 'not planned' in capsys.readouterr().out
+    assert 'could not plan' in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from runs import TINY, lines
 import bench
 from configurator import load_config
 from model import GPTConfig
+from plaingpt.core.progress import FINISHED
 from plaingpt.core.settings import TrainConfig
 from plaingpt.experiments import runs
 from plaingpt.experiments.comparison import compare, format_comparison
@@ -92,7 +93,7 @@ def trainings(monkeypatch, char_data):
     """The words that train.py was called with. It trains nothing, but writes the files of a run
     that ended. The first run prepares the data. `meanwhile` is called when a run trains."""
     class Trainings(list):
-        ending = 'all iterations are done'
+        ending = FINISHED
 
         @staticmethod
         def meanwhile():
@@ -157,13 +158,17 @@ def test_a_run_that_was_stopped_or_killed_is_trained_again(trainings, tmp_path):
     trainings.ending = 'SIGTERM'
     with pytest.raises(UserError, match='SIGTERM'):
         train_or_reuse([], tmp_path / 'run')
-    trainings.ending = 'all iterations are done'
+    trainings.ending = FINISHED
     trainings.meanwhile = kill
     with pytest.raises(KeyboardInterrupt):
         train_or_reuse([], tmp_path / 'run')
     del trainings.meanwhile
     assert train_or_reuse([], tmp_path / 'run')['final_loss'] == 3.0
     assert len(trainings) == 3
+
+
+def test_a_finished_run_of_1_0_is_finished():
+    assert runs.has_ended(ROOT / 'tests/data/format_1/run')
 
 
 def test_a_run_that_never_began_does_not_get_the_numbers_of_other_settings(trainings, tmp_path):

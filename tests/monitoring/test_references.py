@@ -59,6 +59,16 @@ def test_a_run_has_the_reference_of_its_settings(facts, small):
     assert references.find_reference({**FACTS, **facts}, IGNORED) == 'small'
 
 
+@pytest.mark.parametrize('in_file, in_run', [('average_decay', 'ema_decay'),
+                                               ('ema_decay', 'average_decay')])
+def test_a_setting_with_a_former_name_has_the_same_reference(in_file, in_run, folder):
+    recipe = references.recipe_of(FACTS, IGNORED)
+    header = json.dumps({**recipe, 'settings': {**recipe['settings'], in_file: 0.9}})
+    (folder / 'a.csv').write_text(f'# {header}\niter,mean,std,seeds\n')
+    run = {**FACTS, 'changed': {**FACTS['changed'], in_run: 0.9}}
+    assert references.find_reference(run, IGNORED) == 'a'
+
+
 @pytest.mark.parametrize('facts', [
     {'changed': {'n_embd': 128, 'n_layer': 5}}, {'config': {**FACTS['config'], 'batch_size': 5}},
     {'config': {**FACTS['config'], 'check': 'overfit'}}, {'vocab_size': 9},

@@ -96,6 +96,7 @@ def write_own_files(folder, trained):
     messages = ''.join(json.dumps({'messages': [
         {'role': 'user', 'content': question}, {'role': 'assistant', 'content': answer}]}) + '\n'
         for question, answer in QUESTIONS)
+    (folder / 'mine.py').write_text('learing_rate = 1e-3\n')
     (folder / 'questions.csv').write_text(table)
     (folder / 'mine.csv').write_text(table)
     (folder / 'chats.jsonl').write_text(messages)
@@ -422,7 +423,7 @@ def test_a_page_to_read_at_once_is_short(page, limit):
 
 
 def test_each_page_is_linked_from_the_readme():
-    linked = re.findall(r'\]\((docs/\w+\.md)\)', text_of('README.md'))
+    linked = re.findall(r'\]\((docs/[\w-]+\.md)\)', text_of('README.md'))
     assert set(PAGES) <= {'README.md', *linked}
 
 
@@ -435,3 +436,22 @@ def test_the_extras_are_named():
 def test_each_recipe_is_on_a_page():
     pages = ' '.join(map(text_of, PAGES))
     assert all(path.name in pages for path in ROOT.glob('config/*.py'))
+
+
+# -----------------------------------------------------------------------------
+# what the README counts
+
+
+def test_the_readme_has_at_most_1200_words():
+    assert len(text_of('README.md').split()) <= 1200
+
+
+def test_the_readme_counts_scripts_and_lines():
+    def lines_of(*paths):
+        return sum(path.read_text(encoding='utf-8').count('\n') for path in paths)
+    introduction = ' '.join(text_of('README.md').partition('\n## ')[0].split())
+    counts = re.findall(r'([\d,]+) (?:scripts|lines)', introduction)
+    scripts = [*ROOT.glob('*.py')]
+    assert [int(count.replace(',', '')) for count in counts] == pytest.approx([  # rounded
+        len(scripts), lines_of(*scripts), lines_of(ROOT / 'model.py', ROOT / 'train.py'),
+        lines_of(*ROOT.glob('plaingpt/**/*.py'))], rel=0.03)

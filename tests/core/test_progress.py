@@ -5,18 +5,22 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from processes import fails
+import torch
+from processes import ROOT, fails
 from runs import change_steps, lines, set_clock, tick
 
 import train
 from configurator import load_config
+from model import GPT
 from plaingpt.core import checkpoint as checkpoints
+from plaingpt.core.blocks import parameters_on_meta
 from plaingpt.core.checkpoint import Saver
 from plaingpt.core.dataset import open_dataset
 from plaingpt.core.progress import MinuteClock, make_clock
 from plaingpt.core.schedules import get_lr
 from plaingpt.core.settings import TrainConfig
 from plaingpt.core.start import StartingPoint, resolve_minutes
+from plaingpt.data.tokenizer_choice import choose_vocab_size
 from plaingpt.experiments import core_speed
 from plaingpt.monitoring import metrics
 from plaingpt.monitoring.film import Film
@@ -229,6 +233,33 @@ def test_a_recipe_for_own_text_is_larger_with_more_time_or_text(char_data, monke
         == [(4, 128, 122), (6, 384, 400), (6, 512, 400)]
     assert [chosen('not_prepared', minutes) for minutes in (0.1, 5, 60)] \
         == [(4, 128, 106), (4, 192, 2484), (6, 448, 3906)]
+
+
+def test_the_sizes_on_the_page_are_those_of_the_recipe_for_own_text(tmp_path, monkeypatch):
+    """docs/training.md has a row for each text and time: its speed of a core, and its bytes per
+    token, are repeated here."""
+    monkeypatch.setattr(core_speed, 'core_speed', lambda dtype: 2e11)
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: 2)
+    page = (ROOT / 'docs/training.md').read_text(encoding='utf-8').splitlines()
+    for megabytes, minutes in itertools.product((0.3, 3, 30, 300), (1, 10, 60)):
+        dataset, tokens = tmp_path / f'{megabytes}', round(1e6 * megabytes / 2.9)
+        dataset.mkdir(exist_ok=True)
+        for split, size in ('train', tokens), ('val', 10_000):
+            with open(dataset / f'{split}.bin', 'wb') as file:
+                file.truncate(2 * size)  # zeros, which take no space on the disk
+        row = [f'{megabytes} MB', f'{minutes}']
+        for has_gpu in False, True:
+            monkeypatch.setattr(torch.cuda, 'is_available', lambda answer=has_gpu: answer)
+            config = load_config(TrainConfig, [
+                'config/own_text.py', f'--dataset={dataset}', f'--minutes={minutes}',
+                f'--vocab_size={choose_vocab_size(1e6 * megabytes)}'])
+            with parameters_on_meta():
+                parameters = GPT(config.gpt_config(config.vocab_size)).num_parameters()
+            epochs = config.max_iters * config.step_tokens() / tokens
+            row += [f'{config.n_layer} × {config.n_embd}', f'{parameters / 1e6:.1f}M',
+                    f'{config.max_iters:,}', f'{epochs:.2f}']
+        row += [f'{config.weight_decay:.2f}']
+        assert f'| {" | ".join(row)} |' in page
 
 
 def test_weights_for_own_text_decay_within_an_epoch(char_data, monkeypatch):

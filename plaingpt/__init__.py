@@ -1,6 +1,6 @@
 """plainGPT as a library: `plaingpt.load('out')` loads a model."""
 
-__version__ = '1.0.0'
+__version__ = '1.1.0'
 
 
 def load(source, checkpoint='best', tokenizer='auto', device='auto'):

@@ -64,7 +64,7 @@ class Step:
 
     def __post_init__(self):
         self.autocast = devices.autocast(self.device, self.dtype)
-        # In float16, small gradients would underflow to 0; the scaler multiplies the loss.
+        # In float16, small gradients would underflow to 0, so the scaler scales up the loss.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == 'float16')
         self.bad_steps = BadSteps(self.scaler, self.device)
         self.loss = None  # of the last forward_backward

@@ -73,7 +73,7 @@ if not is_resumed(out_dir, init_from):  # a resumed run keeps its size, learning
         # they are an average of the updates of about the last epoch (Wang and Aitchison 2024).
         # Large random branches at the start also delay memorizing; in a run of a few epochs they
         # only delay learning. Both are measured in docs/results/techniques.md
-        learning_rate = 6e-3  # for every width: Muon's updates have the same RMS at each
+        learning_rate = 6e-3  # the same for every width, as is the RMS of Muon's updates
         weight_decay = min(12.0, max(0.1, _step / _epoch / max(learning_rate, 1e-9)))
         zero_init = 'head' if max_iters * _step > 5 * _epoch else True
 

@@ -233,7 +233,7 @@ class BatchLoader:
         return [tensor.pin_memory() for tensor in tensors]
 
     def _on_device(self, batch):
-        idx, targets, *weight = batch  # a PackedLoader's batch has a weight, a number
+        idx, targets, *weight = batch  # a PackedLoader's batch also has a weight, a number
         # From pinned memory the copy is asynchronous; otherwise it blocks.
         return [idx.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True),
                 *weight]

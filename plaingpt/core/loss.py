@@ -6,7 +6,7 @@ import torch
 
 CACHED_LOGITS = 2**20  # 4 MiB in float32, which fits into the caches of two CPU cores
 MIN_CPU_CHUNK = 256  # tokens; below this, overhead outweighs the gain from the cache
-MIN_LOGITS = 2**23  # up to 32 MiB of float32 logits, a GPU computes all at once
+MIN_LOGITS = 2**23  # a GPU computes up to this many logits at once: 32 MiB in float32
 CHUNK_SIZES = 2048, 4096, 8192  # tokens, on a GPU
 
 

@@ -59,7 +59,7 @@ def stacked_rows(name, p, gpt_config):
         rows = 2 * (gpt_config.mlp_width,)
     else:
         rows = (len(p),)
-    return rows if sum(rows) == len(p) else (len(p),)  # an edited layer of this name
+    return rows if sum(rows) == len(p) else (len(p),)  # a layer of this name in an edited model
 
 
 def parameter_kind(name, p):
@@ -105,13 +105,13 @@ def sgd(groups, config):
 
 
 def orthogonalize(matrices):
-    """Approximately orthogonalize matrices (…, R, C): keep the singular vectors, and move all
+    """Approximately orthogonalize matrices (…, R, C): keep the singular vectors, and bring the
     singular values to between 0.68 and 1.2, except those below about 1/600 of the matrix's norm,
     which stay smaller.
 
     Runs five Newton-Schulz iterations x ← a·x + b·(x xᵀ) x + c·(x xᵀ)² x (Jordan et al. 2024,
     https://kellerjordan.github.io/posts/muon), in bfloat16 where that is fast."""
-    a, b, c = 3.4445, -4.7750, 2.0315  # a is as large as possible: it makes small values grow
+    a, b, c = 3.4445, -4.7750, 2.0315  # a is as large as possible, so that small values grow fast
     x = matrices.to(newton_schulz_dtype(matrices.device)).flatten(0, -3)  # (n, R, C)
     is_tall = x.size(1) > x.size(2)
     x = x.mT if is_tall else x  # makes x xᵀ smaller

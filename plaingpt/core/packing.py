@@ -28,7 +28,7 @@ class DocumentTokens(TokenStream):
     """The tokens of documents of text. Each starts with bos_id: the tokenizer's end-of-text token,
     or the line break if it has none, so that each line is a document."""
 
-    # Whether BOS tokens are ours, not the template's. Then no sequence is read with its first one.
+    # Whether BOS tokens are ours, not the template's: one at the start of a sequence is not read.
     adds_bos = False
     may_repeat = False  # whether a piece of a document may repeat the last token of the one before
     next_tokens = 1  # tokens after a document that are its targets, too: the next BOS token

@@ -93,7 +93,7 @@ class TrainConfig(GPTConfig):
     vocab_size: int = 0  # 0: the dataset's
     document_start: int = field(default=0, init=False)  # the dataset's; see gpt_config()
     # not listed: set by bench.py --judge
-    clock: Literal['wall', 'training'] = 'wall'  # what minutes count: all time, or that of steps
+    clock: Literal['wall', 'training'] = 'wall'  # what minutes count: all time, or only steps
 
     # numeric limits, checked by the configurator
     above_0 = (

@@ -277,7 +277,7 @@ def train(run, observers):
                 grad_norm = step.update(lr)  # clip the gradient, then optimizer.step()
             progress.iter_num += 1
             progress.updating = False
-            # log your own here: a number or 0-dim tensor, under any name (monitoring/metrics.py)
+            # log your own metrics: a number or 0-dim tensor under any name (monitoring/metrics.py)
             log(progress.iter_num, loss=loss, lr=lr, grad_norm=grad_norm)
             if progress.iter_num % config.log_interval == 0:
                 step.bad_steps.report(run)  # log() has just waited for the device

@@ -80,7 +80,7 @@ model = AutoModelForCausalLM.from_pretrained('{name}'{code})
 
 
 def validation_tokens(weights):
-    """The start of the run's validation split; empty if that is not at hand."""
+    """The start of the run's validation split; empty if that is not available."""
     if not weights.state:
         return []
     vocab_size = weights.config.vocab_size

@@ -336,7 +336,7 @@ def help_text(cls, doc, positional, several):
     choices = {name: accepted_types(cls, name) for name in defaults(cls)}
     lines = [inspect.cleandoc(doc), '']
     if positional:
-        note = 'May be repeated.' if several else 'Arguments that end in .py are config files.'
+        note = 'It may be repeated.' if several else 'Arguments that end in .py are config files.'
         lines += [f'An argument without dashes sets --{positional}. {note}', '']
     lines += ['Options, with their defaults:']
     shown = {name: f'--{name}={getattr(cls, name)}'.replace('\n', '\\n') for name in choices}

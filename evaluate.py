@@ -136,7 +136,7 @@ def scored_texts(task, config, loaded, settings):
     base = getattr(tokenizer, 'base', tokenizer)  # the tokenizer inside a chat tokenizer
     if vocabulary_of(dataset.tokenizer_json()) not in (
             vocabulary_of(tokenizer.to_json()), vocabulary_of(base.to_json())):
-        raise UserError(f'{dataset.folder}: was prepared with a different tokenizer than the '
+        raise UserError(f'{dataset.folder} was prepared with a different tokenizer than the '
                         "model's; choose another --dataset")
     pack = weights.state.get('config', {}).get('pack', 'stream')
     for name, part, _ in dataset.components:

@@ -80,7 +80,7 @@ model = AutoModelForCausalLM.from_pretrained('{name}'{code})
 
 
 def validation_tokens(weights):
-    """The start of the run's validation split; empty if that is not at hand."""
+    """The start of the run's validation split; empty if that is not available."""
     if not weights.state:
         return []
     vocab_size = weights.config.vocab_size
@@ -150,8 +150,8 @@ def main(argv):
                   'KV cache'
             if insisted:
                 fix = 'export with --format=transformers'
-            raise UserError(f'{program} computes something else from this export than this model '
-                            f'(relative error {error:.2g}); nothing was written; {fix}')
+            raise UserError(f'the outputs of the exported model in {program} differ from those of '
+                            f'this one (relative error {error:.2g}); nothing was written; {fix}')
         written.rename(dest)
     except (OSError, SafetensorError) as e:
         reason = getattr(e, 'strerror', None) or e

@@ -46,7 +46,7 @@ ACTIVATIONS = {
 @dataclass
 class GPTConfig:
     """Architecture of a GPT; the defaults are GPT-2 (124M). TrainConfig inherits the fields as
-    settings, with bias=False; their comments are the help texts."""
+    settings, with bias=False by default. The comment beside a field is its help text."""
     # model
     block_size: int = 1024  # context length in tokens
     vocab_size: int = 50257  # vocabulary size
@@ -125,7 +125,7 @@ class GPTConfig:
 
 
 class LayerNorm(nn.LayerNorm):
-    def forward(self, x):  # (…, C); CUDA's autocast computes it in float32
+    def forward(self, x):  # (…, C); under CUDA's autocast, layer_norm returns float32
         weight, bias = self.weight, self.bias
         if weight.dtype != torch.float32:  # FSDP gathers it in autocast's dtype
             weight = weight.to(x.dtype)
@@ -147,7 +147,8 @@ def norm(config, size):
 
 
 def rotary_table(config):
-    """Position t rotates the channel pair (i, i + D/2) by t·base^(−2i/D). Returns cos and sin, each
+    """Position t rotates the channel pair (i, i + D/2) by t·base^(−2i/D) radians, so q·k depends on
+    the distance between two tokens, not on where they are. Returns cos and sin, each
     (block_size, D). The first half of sin is negated, as rotate() expects."""
     n = config.head_size // 2
     frequencies = config.rotary_base ** (-torch.arange(n) / n)  # (D/2,), radians per position
@@ -159,8 +160,8 @@ def rotary_table(config):
 
 
 def llama3_scaling(frequencies, config):
-    """(D/2,) → (D/2,): Llama 3.1's factor for each frequency, 1 / rotary_factor for pairs with less
-    than one turn within rotary_length, 1 for pairs with at least 4, interpolated in between."""
+    """(D/2,) → (D/2,): Llama 3.1's factor per frequency: 1 for pairs with at least 4 turns within
+    rotary_length, 1 / rotary_factor for pairs with less than one, interpolated in between."""
     turns = config.rotary_length * frequencies / (2 * math.pi)
     smooth = ((turns - 1) / (4 - 1)).clamp(0, 1)
     return smooth + (1 - smooth) / config.rotary_factor
@@ -202,7 +203,7 @@ class NgramEmbedding(nn.Module):
         self.factor = config.vocab_size
         self.modulus = config.ngram_rows
         if config.vocab_size**self.n > config.ngram_rows:
-            # an odd factor is invertible modulo a power of two: each token changes the hash
+            # an odd factor is invertible modulo a power of two: every token affects the hash
             self.factor = 1_000_003
             self.modulus = 2**math.ceil(math.log2(config.ngram_rows))
 
@@ -237,7 +238,7 @@ class CausalSelfAttention(nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)
         self.q_norm = norm(config, config.head_size) if config.qk_norm else nn.Identity()
         self.k_norm = norm(config, config.head_size) if config.qk_norm else nn.Identity()
-        self.sdpa = F.scaled_dot_product_attention  # training may swap in core/attention.py's
+        self.sdpa = F.scaled_dot_product_attention  # train.py may replace it (core/attention.py)
         self.value_embedding = None
         if config.value_embeddings:
             self.value_embedding = nn.Embedding(config.padded_vocab_size, self.qkv_sizes[2])
@@ -245,9 +246,9 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, idx, rotary=None, documents=None, cache=None):
         """x (B, T, C), hidden states of the tokens idx (B, T) → (B, T, C).
 
-        idx: for the value embedding
+        idx: token ids, for the value embedding
         rotary: cos and sin at the positions of these tokens
-        documents: attend within each of them only
+        documents: each token attends within its own document only
         cache: one layer of a KVCache, with the keys and values of earlier tokens"""
         B, T = idx.shape
         D = self.head_size
@@ -356,10 +357,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Initialize matrices from N(0, 0.02²), as in nanoGPT, norms to 1 and biases to 0. Modules
-        called conv, value_embedding or ngram start at zero, and c_proj with another std.
-        Parameters of any other module keep the values that they were created with."""
-        zeros = {'conv', 'value_embedding', 'ngram'}  # added to other terms: no-ops at first
+        """Initialize matrices from N(0, 0.02²), sufficient with so many norms (Radford et al. 2018,
+        section 4.1), norms to 1 and biases to 0. Modules named conv, value_embedding or ngram start
+        at zero, and c_proj has its own std. Parameters of any other module are left as created."""
+        zeros = {'conv', 'value_embedding', 'ngram'}  # added to other terms: they start as no-ops
         # 1/√(2L): the sum of 2L branches has a variance independent of depth (GPT-2, section 2.3)
         c_proj_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         if self.config.zero_init:
@@ -367,7 +368,7 @@ class GPT(nn.Module):
         if self.config.zero_init is True:  # each residual branch starts as a no-op
             zeros.add('c_proj')
         elif self.config.zero_init == 'head':
-            c_proj_std = 1 / math.sqrt(self.config.n_embd)  # keeps the variance of its C inputs
+            c_proj_std = 1 / math.sqrt(self.config.n_embd)  # large: delays memorizing a text
         for path, module in self.named_modules():
             name = path.rpartition('.')[2]  # 'transformer.h.0.mlp.c_proj' → 'c_proj'
             if isinstance(module, nn.LayerNorm | nn.RMSNorm):
@@ -398,12 +399,12 @@ class GPT(nn.Module):
         else:
             logits, loss = None, self.loss_in_chunks(self, x, targets)
         loss = loss / (targets != -1).sum().clamp(min=1)
-        return logits, loss  # add auxiliary losses only if self.training: evaluations call this
+        return logits, loss  # an auxiliary loss: add it only if self.training, not in evaluations
 
     def loss(self, logits, targets):
         """logits (…, V), targets (…) → the cross-entropy in nats, summed over the targets that are
-        not -1. Training, evaluation and plan.py use this definition, for some of the tokens at a
-        time: a term that depends on anything else belongs in forward()."""
+        not -1. Training, evaluation and plan.py call this with some of the tokens at a time, so a
+        term that depends on anything but these two arguments belongs in forward()."""
         logits, targets = logits.flatten(0, -2), targets.flatten()  # (N, V), (N,)
         return F.cross_entropy(logits.float(), targets, ignore_index=-1, reduction='sum')
 
@@ -453,7 +454,7 @@ class GPT(nn.Module):
         return total
 
     def flops_per_token(self):
-        """FLOPs to train on one token, forward and backward (PaLM, appendix B): 6 per parameter,
+        """FLOPs to train on one token (PaLM, appendix B): 6 per parameter (2 forward, 4 backward),
         plus 12·L·H·D·T for attention. Embeddings do not count: a lookup is not a matmul."""
         c = self.config
         embeddings = ('wpe.weight', 'value_embedding.weight', 'ngram.weight')
@@ -482,8 +483,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
         """Append `max_new_tokens` sampled tokens to idx (B, T) → (B, T + max_new_tokens).
-        temperature 0 is greedy. Call eval() first. Once the context is full, each token drops the
-        oldest one. plaingpt/inference is several times faster, with a KV cache, and drops half."""
+        temperature 0 is greedy. Call eval() first. Once the context is full, each new token drops
+        the oldest. sample.py is several times faster: it has a KV cache, and drops half at once."""
         for _ in range(max_new_tokens):
             x = self.hidden(idx[:, -self.config.block_size:])  # (B, T, C)
             logits = self.logits(x[:, -1])  # (B, V)

@@ -34,7 +34,7 @@ def main(argv):
     folders = [arg for arg in argv if not arg.startswith('-')]
     config = load_config(PlotConfig, [arg for arg in argv if arg not in folders], __doc__)
     if config.film and len(folders) > 1:
-        raise UserError(f'{" and ".join(folders)}: a film is of one run; pass one of them')
+        raise UserError(f'{" and ".join(folders)}: --film takes one run; pass one of them')
     runs = read_runs(folders, 'film.jsonl' if config.film else 'metrics.jsonl')
     if config.film:
         path = Path(config.output or Path(folders[0], 'film.html'))

@@ -67,7 +67,7 @@ class PrepareConfig:
     val_split: str = ''  # Hub datasets: validation split (default: held out from split)
     data_dir: str = ''  # output folder (default: data/NAME)
     # documents
-    documents: Literal['auto', 'file', 'line', 'paragraph'] = 'auto'  # what one document is
+    documents: Literal['auto', 'file', 'line', 'paragraph'] = 'auto'  # what counts as one document
     separators: bool = True  # <|endoftext|> and <|startoftext|> separate documents
     text_field: str = ''  # field with the text or ids, or number of a column without a name
     prompt: str = ''  # chat: column with the user's message, or its number
@@ -76,7 +76,7 @@ class PrepareConfig:
     strict: bool = False  # fail on any unusable file or row (default: skip up to 1%)
     # size
     max_tokens: int | str = 0  # training tokens, e.g. 100M or 1.5B (0: all)
-    val_fraction: Literal['auto'] | float = 'auto'  # share held out (auto: 0.1, at most 4M chars)
+    val_fraction: Literal['auto'] | float = 'auto'  # validation share (auto: 0.1, at most 4M chars)
     # your own ids
     vocab_size: int = 0  # vocabulary size of the ids
     end_of_text: Literal['none'] | int = 'none'  # the id that separates documents
@@ -341,8 +341,8 @@ def ids_folder(name):
 
 
 def describe_command(name, config, tokenizer=None, **content):
-    """Everything that determines the token files; meta.json stores it as `source`.
-    tokenizer: an existing one, recorded by its checksum since its name may later mean another"""
+    """Everything that determines the token files; meta.json stores it as `source`. tokenizer: an
+    existing one, recorded by its checksum, since another may have its name later"""
     options = {}
     for option, value in asdict(config).items():
         if option in ('data_dir', 'num_proc', 'overwrite', 'if_small', 'strict'):

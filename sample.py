@@ -36,8 +36,8 @@ def unescape(text):
     # in an ASCII locale, Python passes other letters on as undecoded bytes
     text = text.encode('utf-8', 'surrogateescape').decode('utf-8', 'replace')
     if escapes := dict.fromkeys(ESCAPE.findall(text)):
-        print(f'decoded {" ".join(escapes)} in {shown(text):.60}; for a backslash, write \\\\',
-              file=sys.stderr)
+        print(f'decoded {" ".join(escapes)} in {shown(text):.60}; for a literal backslash, '
+              'write \\\\', file=sys.stderr)
     return ESCAPE.sub(lambda match: ast.literal_eval(f"'{match[0]}'"), text)
 
 
@@ -51,8 +51,8 @@ def parse_stop(text):
 
 @dataclass
 class SampleConfig(Sampling, GeneratorChoice):
-    # prompts, in which escapes such as \n are decoded
-    start: Annotated[str, parse_start] = '\n'  # prompt, or FILE:path; \n: none
+    # prompts (escapes such as \n are decoded)
+    start: Annotated[str, parse_start] = '\n'  # prompt, or FILE:path; \n: no prompt
     stop: Annotated[str, parse_stop] = ''  # stop string, or a JSON list: ["\n\n", "User:"]
     num_samples: int = 10  # number of samples
     chat: bool = False  # chat with the model in the terminal

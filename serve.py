@@ -34,7 +34,7 @@ REQUEST_TIMEOUT = 10  # seconds for the headers of a request, and again for its 
 MAX_BODY_BYTES = 2**20
 MAX_STOP_CHARS = 1000  # in all stop strings of a request together
 MAX_UNREAD = 100  # pieces of a stream; a request with more of them unread lets others generate
-SEND_BUFFER_BYTES = 2**16  # of the operating system, which else holds minutes of a stream
+SEND_BUFFER_BYTES = 2**16  # the system's; its default would buffer minutes of a stream
 UNREAD_TIMEOUT = 60  # seconds that a client may leave its response unread
 MAX_LOGPROBS = 20  # likely tokens per token, as in OpenAI's chat API
 # OpenAI's names → ours

@@ -64,6 +64,7 @@ class Step:
 
     def __post_init__(self):
         self.autocast = devices.autocast(self.device, self.dtype)
+        # In float16, small gradients would underflow to 0, so the scaler scales up the loss.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == 'float16')
         self.bad_steps = BadSteps(self.scaler, self.device)
         self.loss = None  # of the last forward_backward
@@ -72,10 +73,10 @@ class Step:
         """Accumulate the gradients of the micro-batches. Return the loss, on the device; its mean
         over the processes is the mean over the step's targets.
 
-        batches: yields (idx, targets), where each micro-batch counts 1 / micro_steps; or, if some
-        targets are -1 (ignored), (idx, targets, weight), where weight = the targets that count in
-        this micro-batch / in the whole step × processes. The last factor undoes the average over
-        processes that DDP and FSDP take."""
+        batches: yields (idx, targets), and each micro-batch counts 1 / micro_steps. If some targets
+        are -1 (ignored), micro-batches differ in their number of targets, so it yields (idx,
+        targets, weight): weight = targets here / targets in the whole step × processes. The last
+        factor undoes the average over processes that DDP and FSDP take."""
         self.loss = 0.0
         for micro_step in range(self.micro_steps):
             idx, targets, *weight = next(batches)
@@ -104,14 +105,14 @@ class Step:
         grad_norm = distributed.full_tensor(clip_grad_norm_(self.model.parameters(), max_norm))
         skip_step = self.bad_steps.must_skip(self.loss, grad_norm)  # 1.0 or 0.0, on the device
         # Not scaler.step(), which checks the gradients but not the loss. A fused optimizer skips
-        # the step itself if its found_inf is 1; with any other, the host waits for the device.
+        # the step if found_inf is 1. For others, the host reads skip_step, and waits for it.
         if getattr(optimizer, '_step_supports_amp_scaling', False):
             optimizer.found_inf = skip_step
             optimizer.step()
         elif not skip_step:
             optimizer.step()
         else:
-            self.bad_steps.updates_without_step += 1  # StepCounter counts calls of optimizer.step()
+            self.bad_steps.updates_without_step += 1  # so that StepCounter reports no missed step
         self.scaler.update()
         # DDP's gradients are views of its buckets; setting them to None would reallocate them.
         is_ddp = isinstance(self.model, DistributedDataParallel)
@@ -139,7 +140,7 @@ def build(gpt_config, config, device, dtype, compile=False, weights=None):
     use_fsdp = config.parallel == 'fsdp'
     if use_fsdp:
         from plaingpt.core import sharding
-    # on meta, parameters have shapes but no memory: no GPU holds the whole model
+    # on meta, parameters have shapes but no memory, so no GPU ever holds the whole model
     with parameters_on_meta() if use_fsdp else nullcontext():
         model = GPT(gpt_config)
     use_fast_attention(model)  # the same attention, faster on a CPU or with a mask
@@ -190,7 +191,7 @@ def setup(config, start, world, device, device_reason):
     group = distributed.gloo_group()
     config = distributed.all_gather(config, group)[0]
     start.share_checkpoint(group)
-    torch.manual_seed(config.seed + world.rank)  # another dropout mask on each rank
+    torch.manual_seed(config.seed + world.rank)  # different dropout masks on each rank
     if world.size > 1 and not config.is_read_only:
         distributed.check_shared(Path(config.out_dir), world, group)
     check_tasks(config)  # fail early if a benchmark cannot be loaded
@@ -249,7 +250,7 @@ def train(run, observers):
     """Evaluate, save, step and log until the run ends. Return the reason why it ended."""
     config, step, clock, progress, log = run.config, run.step, run.clock, run.progress, run.log
     log.begin(progress.iter_num)
-    machine.freeze_existing_objects()  # garbage collection would stall all ranks
+    machine.freeze_existing_objects()  # exempt from garbage collection, which stalls all ranks
     with closing(run.train_data.train_batches(progress.iter_num)) as batches:
         while True:
             # evaluate, save or stop; all ranks make the same decision
@@ -276,7 +277,7 @@ def train(run, observers):
                 grad_norm = step.update(lr)  # clip the gradient, then optimizer.step()
             progress.iter_num += 1
             progress.updating = False
-            # add your own: a number or a 0-dim tensor under any name (monitoring/metrics.py)
+            # log your own metrics: a number or 0-dim tensor under any name (monitoring/metrics.py)
             log(progress.iter_num, loss=loss, lr=lr, grad_norm=grad_norm)
             if progress.iter_num % config.log_interval == 0:
                 step.bad_steps.report(run)  # log() has just waited for the device

@@ -9,7 +9,7 @@ init_from = 'gpt2'  # or gpt2-medium, …, or the out_dir of your own run
 
 # n_embd and block_size are the model's. Models narrower than GPT-2 take more and smaller steps.
 _narrow = max(1, 768 / n_embd)
-block_size = min(512, block_size)  # longer conversations are split where a user speaks
+block_size = min(512, block_size)  # longer conversations are split before a user turn
 document_attention = True  # conversations packed into a sequence do not attend to each other
 # GPT-2: 4 sequences · 8 micro-batches · 512 tokens = 16,384 tokens per step, including padding
 _sequences = max(1, round(16_384 / _narrow / block_size))

@@ -17,7 +17,7 @@ total_batch_size = 2**19
 batch_size = 64
 
 # 19,073 steps · 2^19 = 10.0B tokens, 80 per parameter: 4× the compute-optimal number (20,
-# Hoffmann et al. 2022), which pays off for a small model that is used a lot.
+# Hoffmann et al. 2022), which pays off for a small model that will be used a lot.
 max_iters = 19073
 learning_rate = 6e-4  # GPT-3, table 2.1
 warmup_iters = 715  # 375M tokens, as in GPT-3

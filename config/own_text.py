@@ -1,7 +1,7 @@
 # A model for 0.2 to 20 MB of your own text, sized to the text and to the time you have.
 #   python prepare.py text notes/ --data_dir=data/notes
 #   python train.py config/own_text.py --dataset=notes --minutes=10
-# More text for it, mixed with the old text so that the model does not forget that:
+# To train it on more text, mixed with the old text so that the model does not forget it:
 #   python prepare.py text more.txt --tokenizer=out-own-text --data_dir=data/more
 #   python train.py config/own_text.py --init_from=out-own-text --dataset=more:0.3333,notes:0.6667
 
@@ -45,7 +45,8 @@ if not is_resumed(out_dir, init_from):  # a resumed run keeps its size, learning
         _parameters = 12 * n_layer * n_embd ** 2 + _vocab * n_embd
         max_iters = round(min(4 * _epoch, _flops / (6 * _parameters)) / _step)  # or --minutes
     else:
-        # With 3 tokens per parameter, training takes 18 · parameters² FLOPs.
+        # With 3 tokens per parameter, training takes 18 · parameters² FLOPs. 20 are optimal for new
+        # text (Hoffmann et al. 2022), but a short text soon repeats: see docs/training.md
         _trained = 3 * math.sqrt(_flops / 18)  # tokens
         # After 8 epochs a text has little left to teach; spend the time on a larger model instead.
         _trained = min(_trained, max(8 * _epoch, 400 * _step))
@@ -70,9 +71,9 @@ if not is_resumed(out_dir, init_from):  # a resumed run keeps its size, learning
 
         # Over many epochs a model memorizes the text, unless the weights decay. With this decay,
         # they are an average of the updates of about the last epoch (Wang and Aitchison 2024).
-        # Large random branches at the start delay memorizing, too; below a few epochs they only
-        # delay learning. Both are measured in docs/results/techniques.md
-        learning_rate = 6e-3  # the same for every width, because Muon's updates are
+        # Large random branches at the start also delay memorizing; in a run of a few epochs they
+        # only delay learning. Both are measured in docs/results/techniques.md
+        learning_rate = 6e-3  # the same for every width, as is the RMS of Muon's updates
         weight_decay = min(12.0, max(0.1, _step / _epoch / max(learning_rate, 1e-9)))
         zero_init = 'head' if max_iters * _step > 5 * _epoch else True
 

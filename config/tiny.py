@@ -1,4 +1,4 @@
-# The smallest run, to check in seconds that a code change works: docs/hacking.md.
+# The smallest run: it checks in seconds that a code change works. See docs/hacking.md.
 #   python train.py config/tiny.py
 
 out_dir = 'out-tiny'

@@ -19,7 +19,7 @@ MIN_RATE = 1e-3  # share of the peak learning rate below which nothing is learne
 # Weights are an average of the updates of the last 1 / (learning rate × weight_decay) steps (Wang
 # and Aitchison 2024), which should be 10 or more. AdamW and Muon keep them below 1 / weight_decay
 # (Xie and Li 2024), which should be well above the 0.02 of their initialization. The recipes have a
-# product of at most 0.04, and a decay of at most 6.
+# product of at most 0.072, and a decay of at most 12 (own_text.py).
 MAX_SHRINKAGE, MAX_DECAY = 0.1, 20
 EPOCH_SEQUENCES = 2**12  # sequences of an epoch to check, at most
 
@@ -157,8 +157,8 @@ def tokens_match_the_tokenizer(run):
             raise NotChecked(f'{run.dataset.folder} has no meta.json that names its tokenizer')
         if run.dataset.tokenizer_json()['kind'] == 'words':
             raise NotChecked('the dataset was not encoded by longest match, so re-encoding differs')
-        return f'{run.dataset.folder} was prepared with a different tokenizer than that of its ' \
-               f'meta.json: {changed / total:.0%} of its tokens change when they are decoded, ' \
+        return f'{run.dataset.folder} was prepared with another tokenizer than its meta.json ' \
+               f'names: {changed / total:.0%} of its tokens change when they are decoded, ' \
                f'as {texts[0][:80]!r}, and encoded again'
 
 
@@ -185,5 +185,5 @@ def weights_outlive_their_decay(run):
     limit = min(MAX_DECAY, MAX_SHRINKAGE / max(lr, 1e-9))
     if decay >= limit and not run.config.eval_only:
         return f'weight_decay={decay:g} at learning rate {lr:g}: the weights vanish, because ' \
-               f'each step shrinks them by {lr * decay:.2%}; lower --weight_decay (0.1 is usual, ' \
-               f'and at this rate it must be below {limit:.2g})'
+               f'each step shrinks them by {lr * decay:.2%}; lower --weight_decay (0.1 is usual; ' \
+               f'at this learning rate, it must be below {limit:.2g})'

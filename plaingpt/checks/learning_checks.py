@@ -134,7 +134,7 @@ def gradients_of(model, tokens, micro_steps=1):
 
 
 def every_parameter_gets_a_gradient(run):
-    """Uses as many sequences as a batch has, so that each expert of a mixture gets a token."""
+    """Uses as many sequences as a batch has, so that each expert of an MoE gets a token."""
     tokens = random_tokens(run.model, max(2, run.config.batch_size), check_length(run.model) + 1)
     gradients = gradients_of(run.model, tokens)
     bad = [name for name, g in gradients.items() if not g.any() or not g.isfinite().all()]
@@ -204,7 +204,7 @@ def step_follows_the_gradient(run):
     slope = sum(float(((p.detach() - before[name]) * gradients[name]).sum())
                 for name, p in model.named_parameters())
     if not slope < 0:
-        return 'a step does not follow the gradient: the loss goes up'
+        return 'a step does not follow the gradient: it increases the loss'
 
 
 def has_state(optimizer, p):

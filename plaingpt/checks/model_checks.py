@@ -155,14 +155,14 @@ def sequences_are_independent(run):
     for changed, changes in zip(rows, output_changes(run, idx, *rows), strict=True):
         changes[changed] = 0.0
         if (changes > TOLERANCE).any():
-            return 'sequences are not independent: the outputs of one change with another one in ' \
+            return 'sequences are not independent: the outputs of one depend on another one in ' \
                    'the batch; look for a view, transpose or mean over the wrong dimension'
     if run.model.config.document_attention:
         t = idx.size(1) // 2
         idx[:, t] = BOS_ID
         changes, = output_changes(run, idx, np.s_[:, :t])
         if (changes[:, t:] > TOLERANCE).any():
-            return 'documents are not independent: the outputs of one change with the previous ' \
+            return 'documents are not independent: the outputs of one depend on the previous ' \
                    'document; attention or another layer ignores document_attention'
 
 

@@ -1,9 +1,8 @@
 """Preflight: checks before the first step that the code, the data and the weights are sound.
 
 People change this code. A silent bug would otherwise show up after hours of training, or never; the
-preflight finds it in about a second. To add a check, write a function (Run → None, or one
-line that says what is wrong and what usually causes it) and list it below. All processes run all
-checks.
+preflight finds it in about a second. To add a check, write a function (Run → None, or one line that
+says what is wrong and what usually causes it) and list it below. All processes run all checks.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""A replacement of F.scaled_dot_product_attention where another path is faster:
+"""The same attention as F.scaled_dot_product_attention, where another path is faster:
 `use_fast_attention(model)`."""
 
 import math
@@ -10,7 +10,7 @@ MAX_LENGTH = 512  # tokens; torch's kernel is faster for longer sequences, and t
 
 
 def use_fast_attention(model):
-    """Make each layer of a GPT call fast_attention, unless an edit has replaced its sdpa."""
+    """Make each layer of a GPT call fast_attention, unless an edited model.py sets another sdpa."""
     for block in model.transformer.h:
         if block.attn.sdpa is F.scaled_dot_product_attention:
             block.attn.sdpa = fast_attention

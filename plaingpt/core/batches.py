@@ -62,8 +62,8 @@ class BatchLoader:
     stream: the tokens of the split (token_files.TokenStream)
     micro_steps: micro-batches of batch_size sequences per step on this process
     rank, world_size: select this process's share of the sequences of a step
-    overfit_steps: train only on the sequences of the first so many steps, repeatedly; 0: on all
-    Raises UserError where the split is shorter than a sequence.
+    overfit_steps: train only on the sequences of the first overfit_steps steps; 0: on all
+    Raises UserError if the split is shorter than a sequence.
     """
 
     def __init__(self, stream, block_size, batch_size, *, micro_steps=1, rank=0, world_size=1,
@@ -72,8 +72,9 @@ class BatchLoader:
         self.micro_steps, self.rank, self.world_size = micro_steps, rank, world_size
         self.seed, self.device, self.overfit_steps = seed, device, overfit_steps
         self.step_size = batch_size * micro_steps * world_size  # sequences
-        self.resume_offset = 0  # sequences beyond step × step_size: earlier steps had another size
-        self.dropped_tokens = 0  # that no epoch reads; PackedLoader drops some
+        # sequences read beyond step × step_size, because steps before a resume had another size
+        self.resume_offset = 0
+        self.dropped_tokens = 0  # tokens that no epoch reads; PackedLoader drops some
         self.tile()
 
     def tile(self):
@@ -111,7 +112,8 @@ class BatchLoader:
 
     def sequence_ids(self, step, micro):
         """The numbers of this process's sequences in a micro-step, counted across epochs."""
-        before = (micro * self.world_size + self.rank) * self.batch_size  # of other processes too
+        # sequences of the step that earlier micro-steps and lower ranks read
+        before = (micro * self.world_size + self.rank) * self.batch_size
         first = self.first_sequence(step) + before
         return np.arange(first, first + self.batch_size)
 
@@ -216,7 +218,7 @@ class BatchLoader:
         shape, so the model is compiled once."""
         idx, targets = self._on_host(np.resize(starts, self.batch_size))
         if len(starts) < self.batch_size:
-            targets = targets.clone()  # of a single sequence, idx shares the memory
+            targets = targets.clone()  # idx and targets of a single sequence share memory
             targets[len(starts):] = -1
         return self._on_device((idx, targets))
 
@@ -231,7 +233,7 @@ class BatchLoader:
         return [tensor.pin_memory() for tensor in tensors]
 
     def _on_device(self, batch):
-        idx, targets, *weight = batch  # a PackedLoader's have a weight, a number
+        idx, targets, *weight = batch  # a PackedLoader's batch also has a weight, a number
         # From pinned memory the copy is asynchronous; otherwise it blocks.
         return [idx.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True),
                 *weight]

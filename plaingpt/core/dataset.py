@@ -408,7 +408,7 @@ def describe_batches(config, dataset, train_data, val_data):
 
 
 def describe_epochs(dataset, train_data, iterations):
-    """['0.3 epochs'] of a run of so many iterations; ['0.3 epochs of code (30.0%)', …] of a
+    """['0.3 epochs'] of a run of this many iterations; ['0.3 epochs of code (30.0%)', …] for a
     mixture."""
     epochs = []
     for component, loader in zip(dataset.components, train_data.components, strict=True):

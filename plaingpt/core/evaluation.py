@@ -47,7 +47,7 @@ def mean_loss(model, loader, sequences, context, stop=None, label=None):
                        disable=None if label and launched_world().is_main else True):
         if stop:
             stop.raise_if_stopped()
-        # may be empty, but all processes must run a sharded model
+        # The last batch may be empty, but all processes must run a sharded model.
         idx, targets = loader.eval_batch(starts)
         with context:
             loss = model(idx, targets)[1]

@@ -6,7 +6,7 @@ import torch
 
 CACHED_LOGITS = 2**20  # 4 MiB in float32, which fits into the caches of two CPU cores
 MIN_CPU_CHUNK = 256  # tokens; below this, overhead outweighs the gain from the cache
-MIN_LOGITS = 2**23  # on a GPU, fewer logits are computed at once: they take 32 MiB in float32
+MIN_LOGITS = 2**23  # a GPU computes up to this many logits at once: 32 MiB in float32
 CHUNK_SIZES = 2048, 4096, 8192  # tokens, on a GPU
 
 

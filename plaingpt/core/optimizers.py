@@ -59,7 +59,7 @@ def stacked_rows(name, p, gpt_config):
         rows = 2 * (gpt_config.mlp_width,)
     else:
         rows = (len(p),)
-    return rows if sum(rows) == len(p) else (len(p),)  # another kind of layer has this name
+    return rows if sum(rows) == len(p) else (len(p),)  # a layer of this name in an edited model
 
 
 def parameter_kind(name, p):
@@ -76,8 +76,8 @@ def parameter_kind(name, p):
 
 def without_dynamo(optimizer_class):
     """Return a subclass whose methods do not import torch._dynamo. torch's optimizers import it at
-    their first call, to be excluded from torch.compile, which takes 0.8 s. Nothing here compiles an
-    optimizer."""
+    their first call, only to exclude themselves from torch.compile. The import takes 0.8 s, and
+    nothing here compiles an optimizer."""
     names = 'add_param_group', 'zero_grad', 'state_dict', 'load_state_dict'
     methods = {name: unwrap(getattr(optimizer_class, name)) for name in names}
     methods['step'] = torch.no_grad()(unwrap(optimizer_class.step))
@@ -105,13 +105,13 @@ def sgd(groups, config):
 
 
 def orthogonalize(matrices):
-    """Approximately orthogonalize matrices (…, R, C): keep the singular vectors, and bring singular
-    values between 0.68 and 1.2, except those below about 1/600 of the matrix's norm, which stay
-    smaller.
+    """Approximately orthogonalize matrices (…, R, C): keep the singular vectors, and bring the
+    singular values to between 0.68 and 1.2, except those below about 1/600 of the matrix's norm,
+    which stay smaller.
 
     Runs five Newton-Schulz iterations x ← a·x + b·(x xᵀ) x + c·(x xᵀ)² x (Jordan et al. 2024,
     https://kellerjordan.github.io/posts/muon), in bfloat16 where that is fast."""
-    a, b, c = 3.4445, -4.7750, 2.0315
+    a, b, c = 3.4445, -4.7750, 2.0315  # a is as large as possible, so that small values grow fast
     x = matrices.to(newton_schulz_dtype(matrices.device)).flatten(0, -3)  # (n, R, C)
     is_tall = x.size(1) > x.size(2)
     x = x.mT if is_tall else x  # makes x xᵀ smaller
@@ -144,6 +144,10 @@ def normalize_rows(updates, row_squares, weight):
 @without_dynamo
 class MuonAdamW(torch.optim.Optimizer):
     """Muon for the matrices in blocks, torch's fused AdamW for all other parameters.
+
+    A few directions dominate the update that AdamW makes to a matrix. Muon orthogonalizes the
+    momentum, so all directions change by about the same amount, which may help those that are rare
+    but important (Jordan et al. 2024).
 
     normuon: normalize the rows of updates
     found_inf: a tensor on the device; if it is 1, the step changes neither weights nor states. As
@@ -269,9 +273,9 @@ OPTIMIZERS = {'adamw': adamw, 'sgd': sgd, 'muon': MuonAdamW,
 def track_ema(optimizer, decay):
     """Make each optimizer step update an exponential moving average (EMA) of the parameters,
     starting with the first step (Morales-Brotons et al. 2024, "Exponential Moving Average of
-    Weights in Deep Learning"). At a constant high learning rate, it is about as good as weights
-    trained with a decayed one. It is an optimizer state, so memory plans, sharding and checkpoints
-    include it."""
+    Weights in Deep Learning"). At a constant high learning rate, the EMA is about as good as the
+    weights would be after a decay of the rate. It is an optimizer state, so memory plans, sharding
+    and checkpoints include it."""
     @torch.no_grad()
     def update_ema(optimizer, *_):
         has_started = any('average' in state for state in optimizer.state.values())

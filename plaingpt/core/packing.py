@@ -28,9 +28,10 @@ class DocumentTokens(TokenStream):
     """The tokens of documents of text. Each starts with bos_id: the tokenizer's end-of-text token,
     or the line break if it has none, so that each line is a document."""
 
-    adds_bos = False  # whether a sequence is read without the BOS token at its start
-    may_repeat = False  # whether a later piece of a document may repeat a token
-    next_tokens = 1  # after a document that are targets, too: the next one's BOS token ends it
+    # Whether BOS tokens are ours, not the template's: one at the start of a sequence is not read.
+    adds_bos = False
+    may_repeat = False  # whether a piece of a document may repeat the last token of the one before
+    next_tokens = 1  # tokens after a document that are its targets, too: the next BOS token
     noun = 'document'
 
     def __init__(self, files, vocab_size, bos_id):
@@ -145,7 +146,7 @@ class PackedLoader(BatchLoader):
         lengths = self.sizes + self.with_bos
         sequences = best_fit(lengths, self.length)
         # The pieces of each sequence, longest first; the sequences in the order of the data. Text
-        # that starts without a BOS token comes first, where it need not end another document.
+        # without a BOS token at its start comes first: it cannot end a document before it.
         has_bos = np.ones(len(lengths), bool)
         has_bos[0] = stream.read(0, 1)[0] == stream.bos_id
         order = np.lexsort((-lengths, has_bos, sequences))

@@ -16,7 +16,7 @@ from plaingpt.system.errors import UserError
 from plaingpt.system.formatting import finite, setting
 
 NUM_EVALUATIONS = 10  # in a timed run, after the first one
-# the reasons for which a run ends by itself
+# reasons why a run ends, besides signals, errors and patience
 FINISHED = 'finished (max_iters reached)'
 TIME_UP = 'time is up'
 
@@ -129,7 +129,7 @@ class MinuteClock(IterationClock):
             self.used_s = self.now_s = used_s(state)
             self.ends_at -= self.used_s
         self.evaluations = list(state.get('evaluations', []))
-        if state['evaluated'] and not self.evaluations:  # by a run of iterations
+        if state['evaluated'] and not self.evaluations:  # the saved run counted iterations
             self.evaluations = [[self.used_s, 0.0]]
 
     @property
@@ -170,9 +170,9 @@ class MinuteClock(IterationClock):
 
 
 class TrainingClock(MinuteClock):
-    """A MinuteClock that counts the steps alone, not setup, evaluations, saves, health checks and
-    logs. Two versions of the code then train for the same time, whatever else they do. It evaluates
-    only at the end, and as a MinuteClock does if patience needs evaluations."""
+    """A MinuteClock that counts the time of steps alone, not setup, evaluations, saves, health
+    checks and logs. Two versions of the code then train for the same time, whatever else they do.
+    It evaluates only at the end, but with patience as often as a MinuteClock."""
 
     evaluation_s = 0.0  # nothing is reserved
 

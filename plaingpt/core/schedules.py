@@ -13,8 +13,13 @@ def get_lr(it, config, fraction_done=None):
     lr_schedule, which reaches min_lr at lr_decay_iters unless it is constant. With decay_lr=False,
     learning_rate throughout.
 
-    fraction_done: of the run. In a timed run (--minutes), the schedule runs over time instead of
-    iterations. Warmup replaces its beginning, for warmup_iters but at most MAX_WARMUP of the time.
+    Why warmup: early gradients are large, and AdamW's second moments are not yet reliable (Liu et
+    al. 2020, "On the Variance of the Adaptive Learning Rate and Beyond"). Why decay: large steps
+    make fast progress but bounce around a minimum, and small ones settle into it.
+
+    fraction_done: how much of the run is done, from 0 to 1. In a timed run (--minutes), the
+    schedule follows it instead of iterations. Warmup replaces the beginning of the schedule, for
+    warmup_iters but at most MAX_WARMUP of the time.
     """
     if not config.decay_lr:
         return config.learning_rate
@@ -40,7 +45,7 @@ def parse_schedule(lr_schedule):
         raise ValueError(f'must be {", ".join(SCHEDULES)}')
     options = [float(option)] if colon else []
     try:
-        SCHEDULES[name](0, 0, 1, *options)  # it may refuse the option
+        SCHEDULES[name](0, 0, 1, *options)  # raises ValueError if the option is invalid
     except TypeError:
         raise ValueError(f'{name} has no option') from None
     return SCHEDULES[name], options

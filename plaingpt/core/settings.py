@@ -44,7 +44,7 @@ class TrainConfig(GPTConfig):
     film: bool = False  # record the model about 24 times during training, for plot.py --film
     report: bool = True  # sample at evaluations; write report.md and loss.png at the end
     # start, save, stop
-    init_from: str = 'scratch'  # scratch, resume, auto, gpt2…, OWNER/NAME, folder, ckpt.pt
+    init_from: str = 'scratch'  # scratch, resume, auto (either), gpt2…, OWNER/NAME, folder, ckpt.pt
     checkpoint: str = 'latest'  # which checkpoint of a run to load: latest, best, or an iteration
     always_save_checkpoint: bool = True  # save after every evaluation, not only after a new best
     checkpoint_interval: Literal['auto'] | int = 'auto'  # steps between saves; auto: at evaluations
@@ -58,14 +58,14 @@ class TrainConfig(GPTConfig):
     gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all processes
     total_batch_size: int = 0  # tokens per step; overrides gradient_accumulation_steps; 0: off
     # optimizer
-    optimizer: Literal[*OPTIMIZERS] = 'adamw'  # muon, normuon: blocks' matrices; AdamW for the rest
+    optimizer: Literal[*OPTIMIZERS] = 'adamw'  # muon, normuon: for matrices in blocks, else AdamW
     learning_rate: float = 6e-4  # peak learning rate (SGD needs about 100× AdamW's)
     lr_scales: str = ''  # LR multipliers: embedding:8,ngram:1,head:2,vector:4 (norms, biases, conv)
     max_iters: int = 600000  # number of training steps
     minutes: float = 0.0  # train this many minutes, not max_iters; init_from=resume: that many more
     weight_decay: float = 1e-1  # for matrices and embeddings, not for biases and norms
-    beta1: float = 0.9  # AdamW's decay of the first moment
-    beta2: float = 0.95  # AdamW's decay of the second moment
+    beta1: float = 0.9  # decay of AdamW's first moment (mean of gradients)
+    beta2: float = 0.95  # decay of AdamW's second moment (mean of their squares)
     momentum: float = 0.95  # momentum of Muon and SGD
     grad_clip: float = 1.0  # maximum gradient norm; 0: no clipping
     ema_decay: float = 0.0  # EMA decay of the weights; the EMA is evaluated and saved; 0: off
@@ -77,7 +77,7 @@ class TrainConfig(GPTConfig):
     # system
     device: str = 'auto'  # auto, cpu, cuda, cuda:0, mps
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # precision of matmuls
-    compile: Literal['auto', 'blocks'] | bool = 'auto'  # torch.compile; blocks: each block alone
+    compile: Literal['auto', 'blocks'] | bool = 'auto'  # torch.compile; blocks: one block at a time
     activation_checkpointing: Literal[*CHECKPOINT_MODES] = 'none'  # recompute activations
     parallel: Literal['auto', 'ddp', 'fsdp'] = 'auto'  # ddp replicates the model, fsdp shards it
     seed: int = 1337  # for initialization, dropout and data order
@@ -89,11 +89,11 @@ class TrainConfig(GPTConfig):
     wandb_log: bool = False  # log to Weights & Biases, like log_to=wandb
     wandb_project: str = 'owt'  # wandb or Trackio project
     wandb_run_name: str = 'gpt2'  # wandb or Trackio run name
-    backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # of torch.distributed
+    backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # torch.distributed's backend
     vocab_size: int = 0  # 0: the dataset's
     document_start: int = field(default=0, init=False)  # the dataset's; see gpt_config()
     # not listed: set by bench.py --judge
-    clock: Literal['wall', 'training'] = 'wall'  # what counts as minutes: all time, or steps alone
+    clock: Literal['wall', 'training'] = 'wall'  # what minutes count: all time, or only steps
 
     # numeric limits, checked by the configurator
     above_0 = (

@@ -90,8 +90,8 @@ def restored_settings(config):
                 if field.init and field.name in config.keys() - NOT_RESTORED}
     if config.get('check') == 'overfit':  # it determines the training data
         settings['check'] = 'overfit'
-    # 1.0 saved numbers in place of 'auto', and knew no `clock`. Restore 'auto', so that they follow
-    # max_iters and learning_rate if the command changes those.
+    # Version 1.0 saved numbers in place of 'auto', and had no setting `clock`. Restore 'auto', so
+    # that both settings follow max_iters and learning_rate if the command changes these.
     if 'clock' not in config:
         auto = TrainConfig(**{**settings, 'min_lr': 'auto', 'lr_decay_iters': 'auto'}).resolved()
         for key in ('min_lr', 'lr_decay_iters'):
@@ -176,7 +176,7 @@ def resolve_gpt_config(config, dataset, start):
     ignored = [f'{key}={setting(getattr(config, key))}' for key, value in architecture.items()
                if getattr(config, key) != value]
     if ignored:
-        print0(f'without effect: {", ".join(ignored)}: the architecture is that of '
+        print0(f'ignored {", ".join(ignored)}: the architecture is that of '
                f'{start.weights.source}')
     return replace(config, **architecture), gpt_config
 

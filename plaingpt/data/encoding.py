@@ -81,7 +81,7 @@ def warn_of_little_text(writers, options):
     asked_for = options.val_fraction * (train + val)
     if 0 < val < min(MIN_VAL_SHARE * asked_for, MIN_VAL_TOKENS):
         warn(f'only {count_of(val, "token")} of {train + val:,} could be held out in whole '
-             'documents, so the validation loss says little; choose other --documents, or a larger '
+             'documents, so the validation loss says little; change --documents, or raise '
              '--val_fraction')
 
 

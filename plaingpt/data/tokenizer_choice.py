@@ -117,7 +117,8 @@ def train_tokenizer(name, source):
     """The tokenizer of a name in NAMES or 'auto', trained on a source. Raises UserError."""
     if name == 'auto':
         name = f'bpe:{choose_vocab_size(source.total)}'
-        print(f'tokenizer: {name}, by the size of the text ({count_of(source.total, "byte")}); '
+        print(f'tokenizer: {name}, chosen by the size of the text ('
+              f'{count_of(source.total, "byte")}); '
               'alternatives: --tokenizer=gpt2, bpe:N, char or byte')
     if name.startswith('bpe'):
         print(f'training the {name} tokenizer')
@@ -148,7 +149,8 @@ def train_bpe(texts, vocab_size):
     # buffer_size: texts that the trainer holds at a time
     trainer.train_from_iterator(texts, vocab_size - 2, buffer_size=256, pattern=PATTERN)
     if trainer.vocab_size < vocab_size - 2:
-        print(f'the text has only enough pairs for {trainer.vocab_size + 2:,} tokens')
+        print(f'no more pairs to merge in this text: the vocabulary has {trainer.vocab_size + 2:,} '
+              'tokens')
     ranked = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
     return BPETokenizer([bytes(token) for token, _ in ranked])
 

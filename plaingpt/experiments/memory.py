@@ -2,10 +2,10 @@
 
 The step is train.py's: its build() makes a model and a Step of fake tensors, which have sizes but
 no data, and the Step runs under torch's memory tracker. So a plan follows edits of model.py, of
-Step and of optimizers. Some things are approximated: operations whose GPU kernels take other memory
-are replaced (gpu_kernels), the loss has at most three chunks, and the memory of FSDP's
-communication and of the gradients that DDP keeps is added. Nothing is compiled; a compiled step
-takes less.
+Step and of optimizers. Some things are approximated: operations whose GPU kernels need a different
+amount of memory are replaced (gpu_kernels), the loss has at most three chunks, and the memory of
+FSDP's communication and of the gradients that DDP keeps is added. Nothing is compiled; a compiled
+step takes less.
 """
 
 import math
@@ -47,8 +47,8 @@ def fake_world(processes):
             mock.patch.object(sys, 'excepthook', sys.excepthook):
         world.group_count = 10**6 + processes
         dist.init_process_group('fake', rank=0, world_size=processes, store=FakeStore())
-        # A name of its own, since DTensor caches by mesh what it has planned for a process: a real
-        # job of as many processes must not take it for its mesh.
+        # A unique name, because DTensor caches its plans by mesh: a real job with as many processes
+        # must not reuse those of the fake one.
         mesh = init_device_mesh('cpu', (processes,), mesh_dim_names=('planned',))
         world.group_count = count
     return world, mesh

@@ -83,7 +83,7 @@ def write_gguf(path, model, tokenizer, dtype):
     for tensor in gguf.GGUFReader(path).tensors:
         written = gguf.dequantize(tensor.data, tensor.tensor_type)
         if not np.array_equal(written, tensors.pop(tensor.name).float()):
-            raise UserError(f'format=gguf: the file has another {tensor.name} than this model')
+            raise UserError(f'format=gguf: {tensor.name} in the file differs from the model')
     assert not tensors, f'missing in the file: {[*tensors]}'
 
 

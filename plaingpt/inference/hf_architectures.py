@@ -56,7 +56,7 @@ class Architecture:
 
     def read_config(self, hf_config):
         """The content of config.json → GPTConfig. Raises ValueError, KeyError or TypeError if our
-        model cannot compute what it describes: then write_config() would give something else."""
+        model cannot compute what it describes, so that write_config() would not return it."""
         hf_config = {**self.defaults, **flatten(hf_config)}
         settings = {field: values[0] for field, values in self.expressible.items() if values}
         for field, key in {**self.keys, **ROPE_SCALING_KEYS}.items():

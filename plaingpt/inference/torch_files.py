@@ -77,7 +77,7 @@ def read_config(checkpoint, weights, path):
     unknown = [f'{name}={value!r}'[:40] for name, value in args.items() if name not in known]
     if unknown:
         raise UserError(f'{path}: the configuration has {", ".join(unknown)}, which nanoGPT does '
-                        'not have: a fork wrote it, and its model may compute something else; '
+                        'not have: a fork wrote it, and its network may differ; '
                         'convert it to the Hugging Face layout, or train it here')
     values = {'bias': True, **args}  # the first versions of nanoGPT always had biases
     try:

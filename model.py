@@ -313,7 +313,7 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """Attention, then an MLP. Each reads a normalized copy of the residual stream (pre-norm: GPT-2,
-    section 2.3), and its output is added to the stream."""
+    section 2.3) and adds its output to the stream, through which gradients pass unchanged."""
 
     def __init__(self, config):
         super().__init__()

@@ -50,9 +50,9 @@ from plaingpt.system.formatting import count_of
 
 @dataclass
 class Step:
-    """Takes training steps: the gradients of micro-batches, then an update of the weights. A step
-    whose loss or gradient is not finite changes neither weights nor optimizer state (BadSteps).
-    plan.py runs this class too, on fake tensors, which have shapes but no data."""
+    """Takes training steps: the gradients of micro-batches, the parts of a batch that fit into
+    memory, then an update of the weights. A step whose loss or gradient is not finite changes
+    neither weights nor optimizer state (BadSteps). plan.py runs it on tensors without data."""
 
     model: torch.nn.Module  # a GPT, perhaps compiled, and in DDP or FSDP
     optimizer: torch.optim.Optimizer

@@ -121,7 +121,7 @@ def test_the_page_and_its_notebook_have_the_same_cells_and_outputs():
 
 def test_the_page_shows_that_hand_and_torch_agree():
     printed = texts_of(saved_outputs(read(NOTEBOOKS[1])))
-    assert f'loss {math.log(2048):.4f}' in printed
+    assert f'loss of model.py: {math.log(2048):.4f}' in printed
     updates = re.findall(r'by hand (\S+) torch (\S+)', printed)
     assert len(updates) == 3 and all(by_hand == by_torch for by_hand, by_torch in updates)
 

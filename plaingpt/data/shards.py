@@ -159,7 +159,8 @@ def read_progress(folder, command, overwrite):
 
 def check_command(folder, existing, command, overwrite):
     """Raises UserError if another command wrote the files in `folder`, unless `overwrite`."""
-    differences = [f'{key} {existing.get(key, "none")}, not {command.get(key, "none")}'
+    default = 'the default'  # of an option that a command does not name
+    differences = [f'{key} {existing.get(key, default)}, not {command.get(key, default)}'
                    for key in {**command, **existing}
                    if key not in FINGERPRINTS and existing.get(key) != command.get(key)]
     if differences and not overwrite:

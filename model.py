@@ -361,7 +361,7 @@ class GPT(nn.Module):
         section 4.1), norms to 1 and biases to 0. Modules named conv, value_embedding or ngram start
         at zero, and c_proj has its own std. Parameters of any other module are left as created."""
         zeros = {'conv', 'value_embedding', 'ngram'}  # added to other terms: they start as no-ops
-        # 1/√(2L): the sum of 2L branches has a variance independent of depth (GPT-2, section 2.3)
+        # 1/√(2L): the variance of the sum of 2L branches does not grow with L (GPT-2, section 2.3)
         c_proj_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         if self.config.zero_init:
             zeros.add('lm_head')

@@ -442,10 +442,6 @@ def test_each_recipe_is_on_a_page():
 # what the README counts
 
 
-def test_the_readme_has_at_most_1200_words():
-    assert len(text_of('README.md').split()) <= 1200
-
-
 def test_the_readme_counts_scripts_and_lines():
     def lines_of(*paths):
         return sum(path.read_text(encoding='utf-8').count('\n') for path in paths)
